@@ -1,4 +1,8 @@
-"""Gathering and releasing units: prefetching within the agreed order, and when a unit is released."""
+"""Gathering and releasing units: prefetching within the agreed order, and when a unit is released.
+
+The running pass is a forward or backward pass; its order is the order of gathers that the ranks have agreed on
+(`OrderedGathers`). To issue a gather is to start it.
+"""
 
 from __future__ import annotations
 
@@ -77,11 +81,11 @@ class Gatherer:
         restores: bool = False,
         before: str | None = None,
     ) -> None:
-        """Start the pass of this ``key`` (see `OrderedGathers.begin`), and have the tier load the shards that it
-        gathers first.
+        """Start the pass of this ``key`` and, on a tier, the loading of the shards that it gathers first. ``key``,
+        ``like_reversed``, ``order``, ``restores``: see `OrderedGathers.begin`.
 
-        ``before``: key of the pass that is expected to follow. The unit that it gathers first is kept for it if the
-        running pass is done with that unit when all others are gathered.
+        ``before``: key of the pass that is expected to follow, None for none. The unit that it gathers first stays
+        gathered for it if the running pass is done with that unit when all others are gathered.
         """
         self._gathers.begin(key, like_reversed=like_reversed, order=order, restores=restores)
         self._turn = -1 if before is None else self._gathers.first_of(before, after=key)
@@ -94,9 +98,9 @@ class Gatherer:
     def gather(self, unit: Unit) -> None:
         """Gather ``unit``, wait until its parameters are full, and prefetch the next units of the pass.
 
-        Does nothing for a unit that is never released; only notes the use of one that is gathered in this pass already.
-        Outside a pass, or where the pass's order cannot give the unit, all ranks have to join (see [Note: requests] in
-        agreement.py).
+        Does nothing for a unit that is never released; only records the use of one that is gathered in this pass
+        already. Outside a pass, or where the pass's order cannot give the unit, all ranks have to join (see [Note:
+        requests] in agreement.py).
         """
         if not unit.releasable:
             return
@@ -107,17 +111,17 @@ class Gatherer:
 
     def release(self, unit: Unit) -> None:
         """Release ``unit``, whose modules have run in this pass. Do nothing if it is pinned, never released, or
-        released already; memory that is kept of it for this pass stays then. A unit that had to be requested in a pass
-        of this key, as the order lacked it, stays until the end of the pass."""
+        released already; if the memory of a released unit is kept for this pass, it stays. A unit that the order lacks,
+        and that was requested in a pass of this key, stays until the end of the pass."""
         if unit.state is UnitState.RELEASED:
             return
         if unit.releasable and unit.index not in self._requested.get(self._gathers.key, ()):
             self._release(unit)
 
     def release_before(self, unit: Unit, is_running: Callable[[Unit], bool]) -> None:
-        """Release the gathered frozen units of one module that stand at least two places before ``unit`` in the pass's
-        order and are not running, as `release` does: backward may be done with them, and no gradient tells when. Looks
-        at each unit until it is released, then no more in this pass."""
+        """Release the gathered frozen units of a single module that stand at least two places before ``unit`` in the
+        pass's order and for which ``is_running`` is False: backward may be done with them, and no gradient tells when.
+        A unit that could not be released is tried again in later calls of the pass."""
         end = max(0, self._gathers.position(unit) - 1)
         for index in self._gathers.order[self._reached : end]:
             plan = self._units[index].plan
@@ -135,7 +139,7 @@ class Gatherer:
         """End the pass: issue the gathers that this rank did not need, wait for those in flight, and release every unit
         that is not pinned; do nothing outside a pass. Every rank calls it, as all issue the same gathers.
 
-        ``joined``: this rank took part for the others only, so the order learns nothing from it.
+        ``joined``: this rank took part for the others only, so the order learns nothing from its uses.
         """
         if not self._gathers.active:
             return
@@ -218,16 +222,14 @@ class Gatherer:
             self._gathers.issue_next()
 
     def _prefetch_shards(self, indices: Sequence[int]) -> None:
-        """Ask the tier for the shards of the next units, all at once and before the first one is waited for.
-
-        ``indices``: of the units that are gathered next, in order, of which those count that no update still writes.
-        """
+        """Ask the tier for the shards of the units ``indices``, which are gathered next, all at once and before the
+        first is waited for. Units that an update still writes are left out."""
         units = [self._units[index] for index in indices]
         self._residency.prefetch([u.name for u in units if u.states is None or not u.states.is_updating(u.name)])
 
     def _evict(self, needed: Unit) -> None:
-        """While more than ``max_live_numel`` elements are gathered, release units that this rank has not used in the
-        pass, in the order of their gathers, but not ``needed``. Do nothing outside a pass."""
+        """While more than ``max_live_numel`` elements are gathered, release units that were gathered in this pass but
+        not used on this rank, in the order of their gathers, except ``needed``. Do nothing outside a pass."""
         if not self._gathers.active or self._live.live <= self._max_live_numel:
             return
         for index in self._gathers.order[: self._gathers.issued]:

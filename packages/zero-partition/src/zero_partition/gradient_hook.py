@@ -13,7 +13,8 @@ Report = Callable[["GradientHook"], None]
 
 
 class GradientHook:
-    """Calls ``report`` when autograd has finished a parameter's gradient and the user's hooks have run.
+    """Calls ``report`` with itself when autograd has finished the gradient of ``parameter`` and the user's hooks have
+    run.
 
     torch runs post-accumulate-grad hooks in the order of their registration, and the engine takes ``p.grad`` away. So
     this hook moves to the end when it finds hooks of the user's behind it. In that pass they still run after it:
@@ -38,8 +39,8 @@ class GradientHook:
             self._enclose_user_hooks(parameter)
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Report the gradient that autograd has added to ``parameter.grad``, after setting `user_hooks_follow`; if they
-        do, move to the end for the next passes."""
+        """Set `user_hooks_follow` and call ``report``; autograd calls this after it has added a gradient to
+        ``parameter.grad``. If hooks of the user's follow, also move this hook behind them for the next passes."""
         hooks = self._hooks()
         self.user_hooks_follow = len(hooks) > 1 and next(reversed(hooks)) != self._handle.id
         if self.user_hooks_follow:
@@ -48,13 +49,13 @@ class GradientHook:
         self._report(self)
 
     def was_changed(self, gradient: torch.Tensor | None) -> bool:
-        """Return whether the user's hooks have replaced or written autograd's gradient, which is ``gradient`` now;
-        False if none has run on it. Forgets autograd's gradient, so a second call returns False."""
+        """Return whether the user's hooks have replaced or written autograd's gradient; False if none has run.
+        ``gradient``: what ``.grad`` is now. Forgets autograd's gradient, so a second call returns False."""
         seen, self._seen = self._seen, None
         return seen is not None and (gradient is not seen or gradient._version != self._version)
 
     def remove(self) -> None:
-        """Remove the hook, and the one that it put before the user's."""
+        """Remove this hook, and the one that `_enclose_user_hooks` put before the user's."""
         self._handle.remove()
         if self._first is not None:
             self._first.remove()
@@ -65,7 +66,7 @@ class GradientHook:
         return hooks if hooks is not None else {}
 
     def _enclose_user_hooks(self, parameter: torch.Tensor) -> None:
-        """Make this hook the last of the parameter's hooks, and `_remember_gradient` the first."""
+        """Make this hook the last of the parameter's post-accumulate-grad hooks, and `_remember_gradient` the first."""
         if self._first is None:
             first = parameter.register_post_accumulate_grad_hook(self._remember_gradient)  # type: ignore[no-untyped-call]
             self._first = first

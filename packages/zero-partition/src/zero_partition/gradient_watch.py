@@ -63,7 +63,7 @@ class GradientWatch:
         """
         self._begun, self._shown = True, shown
         self._watched = self._hidden(shown=shown)
-        self._exchange(_watching_class)
+        self._exchange_classes(_watching_class)
 
     def end(self) -> None:
         """Stop watching, before a backward pass or a step; `resume` does nothing until the next `begin`."""
@@ -72,12 +72,12 @@ class GradientWatch:
 
     def pause(self) -> None:
         """Give the parameters their own class again, so that nothing is watched until `resume` or `begin`."""
-        self._exchange(_plain_class)
+        self._exchange_classes(_plain_class)
         self._watched = []
 
     def resume(self, *, hidden: bool) -> None:
-        """Watch again after a forward pass, if `begin` was called and `end` was not; ``hidden``: that pass has hidden
-        the averages that were shown."""
+        """Watch again after a forward pass, if `begin` was called and `end` was not. ``hidden``: the pass has set to
+        None the averages that ``.grad`` showed."""
         if self._begun:
             self.begin(shown=self._shown and not hidden)
 
@@ -131,17 +131,17 @@ class GradientWatch:
             "Call engine.clip_grad_norm_(max_norm), or requires_grad_(False) on it. Nothing was clipped."
         )
 
-    def _exchange(self, other: OtherClass) -> None:
-        """Give every watched parameter, and every one that no optimizer has, the class that ``other`` returns for its
-        present one."""
+    def _exchange_classes(self, other: OtherClass) -> None:
+        """Set the class of every watched parameter, and of every one that no optimizer has, to the one that ``other``
+        returns for its present class."""
         if self._watched:
             exchange_classes(self._parameters[self._shown], other)
         if self._alone_parameters:
             exchange_classes(self._alone_parameters, other)
 
     def _hidden(self, *, shown: bool) -> list[UnitGradients]:
-        """Return the units' gradients that ``.grad`` does not show; ``shown``: averages are shown where they can be
-        (stage 0)."""
+        """Return the gradients of the units whose averages ``.grad`` does not show. ``shown``: averages are shown where
+        they can be (stage 0)."""
         return [g for g in self._gradients if not (shown and g.is_shown)]
 
     def _name(self, parameter: nn.Parameter) -> str:
@@ -152,15 +152,17 @@ class GradientWatch:
 
 @functools.cache
 def _plain_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class that parameters of class ``kind`` have when they are not watched; a released one stays
-    released."""
+    """Return the class that a parameter of class ``kind`` has when it is not watched: the class from which
+    `_watching_class` made ``kind``, in its released form if ``kind`` is one; ``kind`` itself if it is no watching
+    class."""
     return released_like(kind, getattr(kind, _PLAIN)) if hasattr(kind, _PLAIN) else kind
 
 
 @functools.cache
 def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return a subclass of ``kind`` that reports accesses to ``grad`` to the parameter's owner; ``kind`` itself if it
-    has a ``__torch_function__`` of its own, as released parameters and the classes made here have."""
+    """Return a subclass of ``kind`` that reports accesses to ``grad`` to the parameter's owner (the engine's
+    `Partition`); ``kind`` itself if it has a ``__torch_function__`` of its own, as released parameters and the classes
+    made here have."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {
@@ -178,8 +180,8 @@ def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 def _torch_function(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Report an access to ``grad`` to the parameter's owner (the engine's `Partition`), which may refuse it, then run
-    ``func``: ``__torch_function__`` of the watching classes."""
+    """Run torch function ``func``, after reporting it to the parameter's owner (the engine's `Partition`) if it
+    accesses ``grad``, which the owner may refuse with an error: ``__torch_function__`` of the watching classes."""
     report_gradient_access(func, args)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
@@ -206,8 +208,8 @@ def is_user_access() -> bool:
 
 
 def _is_unreplaced_zero_grad(frame: FrameType) -> bool:
-    """Return whether ``frame``, which accesses a gradient, is torch's `Module.zero_grad` called without the engine's
-    replacement (zeroing.py), so that the engine's gradients stay."""
+    """Return whether ``frame``, which accesses a gradient, is torch's `Module.zero_grad`, and was not called by the
+    engine's replacement for it (zeroing.py), so that the engine's gradients would stay."""
     if (frame.f_globals.get("__name__"), frame.f_code.co_name) != _ZERO_GRAD:
         return False
     caller = frame.f_back

@@ -34,7 +34,8 @@ class Unreduced(NamedTuple):
 
 
 class UnitGradients:
-    """Collects one trainable unit's gradients on this rank, and reduce-scatters them.
+    """Collects one trainable unit's gradients on this rank, and reduce-scatters them. Parameters are named by their
+    index in the unit (``number``, ``numbers``).
 
     ``reduction``: averages over the ranks. ``accumulate_dtype``: dtype of the averaged gradient, and of the flat buffer
     for autograd's gradients when several backward passes add up in it; else that buffer has the parameters' dtype.
@@ -114,13 +115,14 @@ class UnitGradients:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether `is_shown`, and no other rank takes part in the average."""
+        """Return whether the user sees the averaged gradient in ``.grad`` (`is_shown`), and no other rank takes part in
+        the average."""
         return self._full_group is not None and self._full_group.world_size == 1
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether there is an averaged gradient, or its reduction was started, since `clear`; with a tree, once
-        it is complete. The same on every rank."""
+        """Return whether a reduction has given an averaged gradient, or is in flight for one, since `clear`; under a
+        tree, whether all its reductions have. The same on every rank."""
         return self._states.has_gradient(self.unit.name) if self._states is not None else self.reduced is not None
 
     @contextmanager
@@ -139,11 +141,8 @@ class UnitGradients:
                 yield gradient
 
     def square(self) -> Any:
-        """Return the sum of squares of this rank's averaged shard, as `norm` returns it; kept until the gradient
-        changes.
-
-        Waits for the device where that has added the squares. Only when `is_reduced`, not at stage 0.
-        """
+        """Return the sum of squares of this rank's averaged shard: what `norm` returns, or a float that the device has
+        added up and that is waited for. Kept until the gradient changes. Only when `is_reduced`, not at stage 0."""
         if self._square is None:
             with self.averaged() as gradient:
                 self._square = self.norm(gradient)
@@ -162,11 +161,11 @@ class UnitGradients:
         self._square = square
 
     def add(self, index: int, gradient: torch.Tensor, *, more_follow: bool) -> None:
-        """Add ``gradient``, of the unit's parameter number ``index``, to those that wait for a reduction; it is copied.
+        """Add a copy of ``gradient``, of the unit's parameter ``index``, to the gradients that wait for a reduction.
 
         The parameter counts as touched. ``more_follow``: no reduction follows this backward pass, so a new buffer has
-        the accumulate dtype. Raises `EditRefusedError` for a gradient that does not broadcast to the parameter's shape
-        at initialize.
+        the accumulate dtype. Raises `EditRefusedError` for a gradient that does not broadcast to the shape that the
+        parameter had at initialize.
         """
         if self._flat is None:
             self._allocate(gradient.device, self._accumulate_dtype if more_follow else self.unit.plan.dtype)
@@ -187,14 +186,15 @@ class UnitGradients:
         self._present[index] = self.touched[index] = True
 
     def take_unreduced(self) -> Unreduced:
-        """Return the gradients that no reduction has taken yet, and hold none any more; see `put_unreduced`."""
+        """Return the gradients that no reduction has taken yet, and hold none any more; `put_unreduced` gives them
+        back."""
         taken = Unreduced(self._flat, self._views, self._present)
         self._flat, self._views, self._present = None, [], [False] * len(self._present)
         return taken
 
     def put_unreduced(self, taken: Unreduced | None) -> None:
-        """Hold again what `take_unreduced` has returned; do nothing for None. Only while no other gradient waits for a
-        reduction."""
+        """Hold again the gradients ``taken`` by `take_unreduced`; do nothing for None. Only while no other gradient
+        waits for a reduction."""
         if taken is not None:
             self._flat, self._views, self._present = taken
 
@@ -205,12 +205,12 @@ class UnitGradients:
             watch(self._flat, tuple(self._present))
 
     def start_reduce_scatter(self, step: int, device: torch.device) -> Work:
-        """Start to average the gradients that have arrived, zeros for the other parameters, into the owners' shards.
+        """Start to average the gradients that have arrived, zeros for the other parameters, into the owners' shards;
+        return the work to wait for, after which `finish_reduce_scatter` follows. Collective: every rank calls it at the
+        same point of the order of reductions.
 
-        Calls `watches` first. Nothing is sent where an averaging optimizer wants this rank's own gradients.
-        `finish_reduce_scatter` follows when the returned work has been waited for. ``step``: number for the tag.
-        ``device``: of a buffer of zeros, where no gradient has arrived. Collective: every rank calls it at the same
-        point of the order of reductions.
+        Calls `watches` first. Nothing is sent where an averaging optimizer wants this rank's own gradients. ``step``:
+        number for the tag. ``device``: of a buffer of zeros, where no gradient has arrived.
         """
         if self._flat is None:
             self._allocate(device, self.unit.plan.dtype)
@@ -231,8 +231,8 @@ class UnitGradients:
         return self._reduction.reduce_scatter(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
 
     def _adopt_own(self, flat: torch.Tensor, again: bool) -> Work:
-        """Put this rank's gradients ``flat`` into `reduced` without averaging; ``again``: add them. Return a finished
-        work, as nothing is sent."""
+        """Put this rank's own gradients, the buffer ``flat``, into `reduced` without averaging them; with ``again`` add
+        them to what is there. Return a finished work, as nothing is sent."""
         reduced = cast(torch.Tensor, self.reduced)
         if again:
             reduced.add_(flat)
@@ -242,7 +242,7 @@ class UnitGradients:
         return Work(Tag("reduce", self.unit.name))
 
     def set_averaging_optimizer(self, optimizer: AveragingOptimizer) -> None:
-        """Keep this rank's own gradients, not the average, in steps for which ``optimizer`` wants them; at stage 0
+        """Have steps keep this rank's own gradients, not the average, whenever ``optimizer`` wants them; at stage 0
         only."""
         self._averaging = optimizer
 
@@ -252,20 +252,21 @@ class UnitGradients:
         return self._averaging is not None and self._averaging.wants_own_gradients
 
     def _retire_flat(self, flat: torch.Tensor, again: bool) -> None:
-        """Have the next gradients go into another buffer than ``flat``; keep ``flat`` for those of the next step if
-        ``keep_flat``.
+        """Give up the buffer ``flat``, whose gradients a reduction has taken; with ``keep_flat`` keep it for the
+        gradients of the next step.
 
-        ``again``: its reduction is added to an earlier one of the step, whose buffer is kept already.
+        ``again``: the reduction is added to an earlier one of the step, whose buffer is kept already.
         """
         if self._keep_flat and (self.leaves is not None or not again):
             self._spare, self._spare_views = flat, self._views
         self._flat, self._views = None, []
 
     def finish_reduce_scatter(self) -> None:
-        """Take the result of the reduction that `start_reduce_scatter` started and the caller has waited for.
+        """Take the result of the reduction that `start_reduce_scatter` started and the caller has waited for. Sends
+        nothing.
 
-        With a tree or a tier the averaged shard is handed to it, and the sum of squares of what goes to a tier is
-        found. Without them the result is in `reduced` already, and nothing is left to do. Sends nothing.
+        Under a tree or with a tier the averaged shard is handed to it, and the sum of squares of what goes to a tier is
+        found. Otherwise the result is in `reduced` already, and nothing is left to do.
         """
         self._travels = False
         if self.leaves is not None:
@@ -281,8 +282,9 @@ class UnitGradients:
             self._square = squares_on_device(parts).sum() if self.is_norm_plain else None
 
     def _add_leaf(self, leaves: LeafTree) -> None:
-        """Add the reduced shard to the step's tree ``leaves``; once the tree is complete, make its mean the averaged
-        gradient: in `reduced` (at stage 0 only this rank's shard of it), or on its way to the tier."""
+        """Add the shard of the reduction that is complete to the step's tree ``leaves``. Once the tree has all, make
+        its mean the averaged gradient: in `reduced` (at stage 0 only this rank's shard of it), or on its way to the
+        tier."""
         leaf, self._leaf = cast(torch.Tensor, self._leaf), None
         mean = leaves.add(leaf)
         if mean is None:
@@ -303,10 +305,11 @@ class UnitGradients:
 
     def reduce_again(self, flat: torch.Tensor, before: torch.Tensor | None, step: int) -> torch.Tensor:
         """Average ``flat``, a copy of a buffer that a watch was called with, once more, wait, and return the result.
+        Collective, outside passes.
 
-        The average is added to ``before``, a copy of an earlier `averaged` that may be overwritten; None: to nothing.
-        The result has the form that `averaged` gives: a shard, or at stage 0 the full gradient. Collective, outside
-        passes.
+        The average is added to ``before``, a copy of an earlier `averaged`, which may be overwritten; None: to nothing.
+        The result has the form that `averaged` gives: a shard, or at stage 0 the full gradient. ``step``: number for
+        the tag.
         """
         numel = self.unit.layout.shard_numel if self._full_group is None else self.unit.layout.numel
         found = flat.new_empty(numel, dtype=self._accumulate_dtype) if before is None else before.to(flat.device)
@@ -330,8 +333,8 @@ class UnitGradients:
         return self._full_group.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
 
     def drop_reduction(self) -> None:
-        """Drop a reduction that will never complete, if one is in flight, as the pass has failed; `clear` has to follow
-        when all units have dropped theirs."""
+        """Drop the reduction in flight, if there is one, which will never complete as the pass has failed; `clear` has
+        to follow when all units have dropped theirs."""
         self._travels, self._leaf = False, None
         arriving, self._arriving = self._arriving, None
         if self._states is not None and arriving is not None and arriving.device.type == "cpu":
@@ -392,7 +395,8 @@ class UnitGradients:
         return held if self.leaves is None else held + self.leaves.tensors()
 
     def full_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
-        """Yield (parameter, its averaged gradient in its shape and the unit's dtype, whether this rank touched it).
+        """Yield, for each parameter, (parameter, its averaged gradient in its shape and the unit's dtype, whether this
+        rank touched it).
 
         Only after `gather_full`; nothing from stage 1 on. The gradients are views of `reduced`, or, where that has
         another dtype, of a cast copy that the next call overwrites.
@@ -404,18 +408,18 @@ class UnitGradients:
 
     def _narrowed(self, reduced: torch.Tensor) -> torch.Tensor:
         """Return ``reduced``, the averaged gradient, cast to the parameters' dtype, in a buffer that the next call
-        overwrites."""
+        overwrites and the next gradients may use."""
         if self._spare is None or self._spare.dtype != self.unit.plan.dtype:
             self._spare, self._spare_views = torch.empty_like(reduced, dtype=self.unit.plan.dtype), []
         return self._spare.copy_(reduced)
 
     def _reduction_target(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the shard that the reduction of ``flat`` goes to, and whether it is added to what is there.
+        """Return (the shard that the reduction of ``flat`` is written to, whether it is added to what is there).
 
         The shard is a node of the tree, memory of (or on its way to) the tier, or a part of `reduced`. The step's first
         reduction makes `reduced`: of ``flat`` itself, which the shard then overlaps, if the flat buffer is kept and has
-        the dtype of accumulation; else new. `finish_reduce_scatter` or `drop_reduction` has to follow. Forgets the sum
-        of squares.
+        the accumulate dtype; else new. `finish_reduce_scatter` or `drop_reduction` has to follow. Forgets the sum of
+        squares.
         """
         self._square = None
         if self.leaves is not None:
@@ -438,15 +442,16 @@ class UnitGradients:
         return (self._slice(self.reduced) if self._full_group is not None else self.reduced), False
 
     def _new_leaf(self, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised shard for the reduction of a tree's next leaf: a kept one if there is one."""
+        """Return an uninitialised shard on ``device`` for the reduction of a tree's next leaf: a kept one if there is
+        one."""
         leaf, self._spare_leaf = self._spare_leaf, None
         if leaf is None:
             leaf = torch.empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype, device=device)
         return leaf
 
     def _ranges(self, numbers: Collection[int], averaged: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """Yield (first element, first behind) of each of the parameters ``numbers`` in ``averaged``, which is full or
-        this rank's shard; parameters outside the shard have none."""
+        """Yield the range [first element, end) of each of the parameters ``numbers`` in ``averaged``, which is the full
+        averaged gradient or this rank's shard; parameters outside the shard have none."""
         layout = self.unit.layout
         if averaged.numel() == layout.numel:
             yield from ((layout.entries[n].offset, layout.entries[n].end) for n in numbers)
@@ -457,13 +462,13 @@ class UnitGradients:
                 yield fragment.shard_offset, fragment.shard_offset + fragment.length
 
     def _slice(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of ``full``, which has the size of the flat buffer, as a view."""
+        """Return this rank's shard of ``full``, 1-D and as large as the flat buffer, as a view."""
         start, end = self.unit.layout.shard_range(self._reduction.rank)
         return full[start:end]
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Make a flat buffer for the next gradients, or take the kept one if it is free and of this ``dtype``, and its
-        views.
+        """Make the flat buffer of ``dtype`` on ``device`` for the next gradients, and its views. Takes the kept buffer
+        if that is free and of this dtype.
 
         Elements of parameters have any value; gaps between them are zeros.
         """

@@ -31,8 +31,8 @@ class AddParamGroup:
         optimizer.__dict__["add_param_group"] = self
 
     def __call__(self, param_group: dict[str, Any]) -> None:
-        """Raise `PartitionError`, whatever ``param_group`` is, as parameters cannot be added after the engine was made;
-        it names the group's first parameter and says what to do instead."""
+        """Raise `PartitionError`, whatever ``param_group`` is, as parameters cannot be added after the engine was made.
+        The error names the group's first parameter and says what to do instead."""
         given = param_group.get("params", ())
         first = given if isinstance(given, torch.Tensor) else next(iter(given), None)
         raise PartitionError(
@@ -50,8 +50,8 @@ class AddParamGroup:
             del optimizer.__dict__["add_param_group"]
 
     def _describe(self, parameter: Any) -> str:
-        """Return a description, for errors, of an entry of a param group, a parameter or (name, parameter): its name,
-        or its shape if it is not the model's."""
+        """Return, for errors, the name of ``parameter``, or its shape if it is not the model's. ``parameter``: an entry
+        of a param group, also as (name, parameter)."""
         if isinstance(parameter, tuple):
             parameter = parameter[-1]
         partition = self._partition()
@@ -108,9 +108,9 @@ def _change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[Lis
 
 
 def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, str], str]]:
-    """Return ((number of the group, key), value as text) of the numbers, flags, names and tuples in param groups.
+    """Return ((index of the group, key), value as text) for each number, flag, name and tuple in the param ``groups``.
 
-    Tensors of one element count, as numbers, if they are on the CPU, where reading them does not synchronise an
+    A tensor of one element counts as a number if it is on the CPU, where reading it does not synchronise an
     accelerator.
     """
     return [
@@ -122,7 +122,7 @@ def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int
 
 
 def hyperparameters_digest(groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return a 32-bit digest of the `hyperparameters` of param groups, to compare ranks by."""
+    """Return a 32-bit digest of the `hyperparameters` of the param ``groups``, to compare ranks by."""
     return zlib.crc32(repr(hyperparameters(groups)).encode())
 
 

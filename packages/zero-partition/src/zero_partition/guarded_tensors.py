@@ -1,7 +1,8 @@
 """The classes of tensors that stand for a parameter, or a fragment of one, in an optimizer's param groups and states.
 
 Their ``__torch_function__`` checks with a guard first; see [Note: what user code does to fragments] in
-optimizer_tensors.py.
+optimizer_tensors.py. A guarded tensor is one of these classes; its reference says which parameter it belongs to. A
+torch function is what ``__torch_function__`` gets: ``func`` with ``args`` and ``keywords``.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ class FragmentReference:
 
 
 def guard_of(value: object) -> FragmentReference | None:
-    """Return the reference of a guarded tensor to its parameter; None for any other value, or if nothing guards it."""
+    """Return the reference of ``value`` to its parameter, if it is a guarded tensor; None for any other value, or if
+    nothing guards it."""
     return value.fragment_reference() if isinstance(value, GuardedTensor) else None
 
 
 def check_use(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[FragmentReference]:
-    """Have the guards that are on check torch function ``func``; return the references of their tensors among its
-    arguments, which may be nested. Raises `PartitionError` if a guard refuses the use."""
+    """Have the guards that are on check the call of torch function ``func``. Return the references of their tensors
+    among its arguments, nested ones too. Raises `PartitionError` if a guard refuses the use."""
     leaves = tree_leaves((args, keywords))
     found = [one for leaf in leaves if (one := guard_of(leaf)) is not None and one.guard.is_on]
     for reference in found:
@@ -86,10 +88,8 @@ def check_same_parameter(name: str, kind: str, value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a plain tensor in the memory of ``value`` if that is guarded, else ``value`` itself.
-
-    Values on a tier are read from there.
-    """
+    """Return a plain tensor in the memory of ``value`` if that is a guarded tensor, with values of a tier read from
+    there; else ``value`` itself."""
     if not isinstance(value, GuardedTensor):
         return value
     values: Any = value.detach()  # type: ignore[attr-defined]
@@ -99,9 +99,7 @@ def plain(value: Any) -> Any:
 
 def written_by(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
     """Return the arguments that the torch function called ``call`` writes: its first if it works in place, and ``out``.
-
-    None may be among them. ``args``, ``keywords``: the call's.
-    """
+    None may be among them."""
     return tree_leaves([keywords.get("out"), args[0] if args and writes(call) else None])
 
 
@@ -111,7 +109,7 @@ def why_not_elementwise(
     """Return, in words, why torch function ``func`` does something else to a fragment than to the full parameter; "" if
     it does the same.
 
-    ``reference``: of a guarded tensor among the call's ``args`` and ``keywords``.
+    ``reference``: of a guarded tensor among ``args`` and ``keywords``.
     """
     attribute, call = attribute_of(func), name_of(func)
     if (attribute or call) in SHAPES or (call in FACTS and call not in _RANDOM and not is_elementwise(call)):
@@ -136,10 +134,7 @@ def why_not_elementwise(
 
 def is_whole_view(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """Return whether the torch function called ``call`` returns a view of all elements in their order, flat or
-    unchanged.
-
-    These are ``[:]``, ``flatten()``, ``ravel()``, ``view(-1)`` and ``reshape(-1)``. ``args``, ``keywords``: the call's.
-    """
+    unchanged: one of ``[:]``, ``flatten()``, ``ravel()``, ``view(-1)`` and ``reshape(-1)``."""
     if call == "__getitem__":
         return _selects_all(args[1])
     if call in ("flatten", "ravel"):
@@ -161,8 +156,9 @@ def _is_alike_at(index: Any, value: Any) -> bool:
 
 
 def _operands(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[list[Any]]:
-    """Return the arguments that are combined with each other: one list of all of them, or for a ``_foreach_`` function
-    one list per position in its lists, with the tensors that it gets outside lists added to each."""
+    """Return the arguments that torch function ``call`` combines with each other: one list of all of them. For a
+    ``_foreach_`` function there is one list per position in its lists, each with the tensors that it gets outside
+    lists."""
     if not call.startswith("_foreach_"):
         return [tree_leaves((args, keywords))]
     lists = [one for one in (*args, *keywords.values()) if isinstance(one, (list, tuple))]
@@ -171,10 +167,11 @@ def _operands(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> lis
 
 
 def _why_not_alike(reference: FragmentReference, operands: Sequence[Any], written: set[int]) -> str | None:
-    """Return which of ``operands`` does not fit a fragment of the parameter elementwise, in words; None if all do.
+    """Return, in words, which of ``operands`` does not fit a fragment of the parameter elementwise; None if all do. A
+    fragment goes with others of its parameter, and with single numbers.
 
-    ``reference``: the parameter, if none of the operands is guarded. ``written``: ids of the tensors that the function
-    writes. A fragment goes with others of its parameter, and with single numbers.
+    ``reference``: the parameter, if none of the operands is guarded. ``written``: `id` of the tensors that the function
+    writes.
     """
     tensors = [one for one in operands if isinstance(one, torch.Tensor)]
     guarded = [(one, found) for one in tensors if (found := guard_of(one)) is not None]
@@ -193,9 +190,7 @@ def _why_not_alike(reference: FragmentReference, operands: Sequence[Any], writte
 
 def shape_fact(fact: str, shape: torch.Size, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Return the value of ``fact``, an attribute or method in `torch_calls.SHAPES`, for a tensor of ``shape``.
-
-    ``args``, ``keywords``: the call's, with the tensor itself as the first argument.
-    """
+    ``args``, ``keywords``: of the method, the tensor itself first."""
     with torch._C.DisableTorchFunctionSubclass():
         whole = torch.empty((), device="cpu").expand(shape)
     if fact in ("shape", "ndim"):
@@ -237,8 +232,8 @@ def _torch_function(
 
 
 def guarded_result(result: Any, args: tuple[Any, ...], found: Sequence[FragmentReference], *, is_view: bool) -> Any:
-    """Return ``result`` with its tensors guarded by the references ``found`` (not empty) of the tensors it was computed
-    from.
+    """Return ``result``, of a torch function called with ``args``, with its tensors guarded by ``found``, the
+    references (at least one) of the guarded tensors among its arguments.
 
     A list of results gets the references of the list ``args[0]``, position by position; anything else the first of
     ``found``. ``is_view``: ``result`` shares their memory.
@@ -251,8 +246,8 @@ def guarded_result(result: Any, args: tuple[Any, ...], found: Sequence[FragmentR
 
 
 def _one_guarded(result: Any, reference: FragmentReference, is_view: bool) -> Any:
-    """Return ``result`` guarded by ``reference`` if it is a plain tensor, else as it is; ``is_view``: it shares the
-    memory of the tensor that ``reference`` is of."""
+    """Return ``result`` guarded by ``reference`` if it is a plain tensor, else as it is. ``is_view``: it shares the
+    memory of the tensor that ``reference`` belongs to."""
     if type(result) is not torch.Tensor:
         return result
     values = result.as_subclass(FragmentValues)
@@ -271,14 +266,14 @@ class GuardedTensor:
 
 
 def _copy(tensor: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Return a deep copy that is an unguarded parameter: ``__deepcopy__`` of `FragmentTensor`."""
+    """Return a deep copy of ``tensor`` that is an unguarded parameter: ``__deepcopy__`` of `FragmentTensor`."""
     with torch._C.DisableTorchFunctionSubclass():
         memo[id(tensor)] = copied = nn.Parameter(tensor.data.clone(), tensor.requires_grad)
     return copied
 
 
 def _reduce(tensor: nn.Parameter, protocol: Any) -> Any:
-    """Return what pickle writes of the tensor: an unguarded parameter. ``__reduce_ex__`` of `FragmentTensor`."""
+    """Return what pickle writes of ``tensor``: an unguarded parameter. ``__reduce_ex__`` of `FragmentTensor`."""
     with torch._C.DisableTorchFunctionSubclass():
         unguarded = nn.Parameter(tensor.data, tensor.requires_grad)
     return unguarded.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -42,15 +42,15 @@ class HeldGradients:
         self.awaits_step = False
 
     def show(self) -> None:
-        """At stage 0, gather the full averaged gradients, wait, and make them the parameters' ``.grad``; above it, do
-        nothing. Collective at stage 0."""
+        """Make the full averaged gradients the parameters' ``.grad`` at stage 0, after gathering them; do nothing from
+        stage 1 on. Collective at stage 0."""
         works = [work for g in self._gradients if (work := g.gather_full(self._step.value)) is not None]
         for work in works:
             work.wait()
         self._user_gradients.show()
 
     def hide(self) -> None:
-        """Make the parameters' ``.grad`` None again after `show`, as autograd would add to the averages in place; do
+        """Set the parameters' ``.grad`` to None again after `show`, so that autograd does not add to the averages; do
         nothing if none are shown."""
         self._user_gradients.hide()
 
@@ -70,18 +70,15 @@ class HeldGradients:
             self.awaits_step = False
 
     def forget(self) -> None:
-        """Forget all gradients, what user code did to them, and that a pass failed, at the end of a step. Does not
-        communicate."""
+        """Forget all gradients, what user code did to them, and that a backward pass failed; called at the end of a
+        step. Sends nothing."""
         self._reducer.clear()
         self._user_gradients.forget()
         self.awaits_step = False
 
     def flush(self) -> None:
         """Reduce gradients that came too late for their unit's reduction, or were written by user code, on any rank,
-        and `show` the averages then.
-
-        Collective: all ranks call it at the same point, outside passes.
-        """
+        and `show` the averages if there were any. Collective: all ranks call it at the same point, outside passes."""
         self._user_gradients.take()
         late = self._agreement.agree("flush", "", self._reducer.unreduced())
         self.reduce_late({unit for units in late for unit in units})
@@ -94,8 +91,8 @@ class HeldGradients:
             self.show()
 
     def refuse_torn(self, call: str) -> None:
-        """Raise `PartitionError`, naming ``call``, if the gradients hold a part of a backward pass that failed and were
-        not discarded since."""
+        """Raise `PartitionError` if the gradients hold a part of a backward pass that failed and were not discarded
+        since. ``call``: begins the error's text, as "step"."""
         if self._reducer.torn is not None:
             raise PartitionError(
                 f"{call}: an earlier backward pass or step failed ({self._reducer.torn}) and has left a part of its "

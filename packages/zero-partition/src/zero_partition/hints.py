@@ -1,4 +1,5 @@
-"""Say what a training script probably did not mean: a wrapped model, a step without gradients, a hollow state dict."""
+"""Say what a training script probably did not mean: a wrapped model, a step without gradients, a state dict without
+values."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 class Hints:
-    """Warnings that one partition logs once each, on rank 0."""
+    """Warnings that one partition logs, each once, on rank 0. A public method is called when something happens that may
+    deserve one."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
@@ -43,7 +45,7 @@ class Hints:
             )
 
     def hollow(self, name: str) -> None:
-        """Warn that the entry ``name`` of a state dict has no values, as its parameter is released."""
+        """Warn that the entry ``name`` of a state dict has no values, as its parameter is released and not gathered."""
         self._warn(
             "state dict",
             f"state_dict(): '{name}' is sharded and not gathered, so its entry is a meta tensor, and a file of this "
@@ -52,7 +54,7 @@ class Hints:
         )
 
     def _warn(self, key: str, text: str) -> None:
-        """Log ``text`` on rank 0, unless a warning of this ``key`` was given before."""
+        """Log ``text`` on rank 0, unless a warning with this ``key`` was given before."""
         if key not in self._given and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning("%s", text)
         self._given.add(key)

@@ -27,7 +27,8 @@ from .unit import Unit
 
 
 class PassListener(Protocol):
-    """The receiver of the hooks' reports; see [Note: the order of events] in passes.py. Autograd calls the last two."""
+    """The receiver of the hooks' reports; see [Note: the order of events] in passes.py. Autograd calls the last two
+    methods."""
 
     def enter_module(self, name: str, units: Sequence[Unit], /) -> bool:
         """Gather ``units``, which the module called ``name`` uses; return whether its call is part of a pass.
@@ -76,9 +77,10 @@ class ModuleHooks:
     """Installs the hooks for ``units`` on ``model``; `remove` removes all of them.
 
     Every module that owns parameters of a unit, or is one of a unit's members, reports the begin and the end of its
-    forward. Outputs that require gradients report before their module's backward; the saved-tensor hooks (`SavedViews`)
-    catch every other way in which backward can reach a unit. Parameters of trained units report their gradients.
-    State-dict hooks keep released parameters from being saved or loaded as if they had values.
+    forward; such a module uses the unit. Outputs that require gradients report before their module's backward; the
+    saved-tensor hooks (`SavedViews`) catch every other way in which backward can reach a unit. Parameters of trained
+    units report their gradients. State-dict hooks keep released parameters from being saved or loaded as if they had
+    values.
 
     ``listener``: gets the reports. ``calls``: knows which modules run. ``parameters``, ``memory``: find the unit of a
     parameter, and of an output's memory.
@@ -128,19 +130,19 @@ class ModuleHooks:
             self.watches[name].add_unit(unit)
 
     def new_watch(self, name: str, units: list[Unit], *, outermost: bool) -> ModuleWatch:
-        """Return a watch for the calls of the module called ``name``, which uses ``units``; its hooks are not
-        registered.
+        """Return a watch for the calls of the module called ``name``, which uses ``units``; it reports nothing until
+        the caller registers its hooks.
 
         ``outermost``: the module is the model, so gradients of its outputs are reported whatever units it uses.
         """
         return ModuleWatch(name, units, self, outermost=outermost)
 
     def keep_for_caller(self, name: str, unit: Unit) -> None:
-        """Keep ``unit`` gathered until the module that calls the one called ``name`` is done, in this pass and in later
-        ones.
+        """Have ``unit`` kept gathered until the module that calls the one called ``name`` is done, in this pass and in
+        later ones.
 
-        The caller is the nearest enclosing module that has a forward; it does not gather the unit itself. It is hooked
-        if it was not.
+        The calling module is the nearest enclosing one that has a forward; it does not gather the unit itself. It is
+        hooked if it was not.
         """
         around, module = name, self._model()
         while around and module is not None:  # a container that has no forward calls nothing
@@ -161,8 +163,8 @@ class ModuleHooks:
         self._handles.clear()
 
     def _hook_module(self, name: str, module: nn.Module, units: list[Unit], *, outermost: bool) -> None:
-        """Register the forward and state-dict hooks of the module called ``name``, which uses ``units``, and keep its
-        watch in `watches`; ``outermost``: it is the model (see `new_watch`)."""
+        """Register the forward and state-dict hooks of ``module``, which is called ``name`` and uses ``units``, and
+        keep its watch in `watches`. ``outermost``: the module is the model."""
         watch = self.new_watch(name, units, outermost=outermost)
         self.watches[name] = watch
         if any(u.releasable for u in units):
@@ -179,8 +181,8 @@ class ModuleHooks:
 
 
 def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, hook: GradientHook) -> None:
-    """Report to the listener, outside dispatch modes, that autograd has finished the gradient of parameter ``number``
-    of the unit with index ``unit``; do nothing once ``hooks``, a weak reference, is gone. ``hook``: the parameter's."""
+    """Report to the listener of ``hooks``, outside dispatch modes, that autograd has finished the gradient of parameter
+    ``number`` of the unit with index ``unit``; do nothing once the hooks object is gone. ``hook``: the parameter's."""
     owner = hooks()
     if owner is not None and any_modes():
         call_outside_modes(owner.listener.gradient_ready, unit, number, hook)
@@ -211,7 +213,7 @@ class ModuleWatch:
         self._entered = hooks.calls.new_stack()
 
     def add_unit(self, unit: Unit) -> None:
-        """Report ``unit`` among those that the module uses from now on."""
+        """Count ``unit`` among the units that the module uses from now on, which are reported with its calls."""
         self.units.append(unit)
         self._watches_outputs = self._watches_outputs or unit.releasable
 
@@ -224,11 +226,11 @@ class ModuleWatch:
             self._entered[-1] = RunningCall(False, before)
 
     def after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Hook the gradients of ``output``, unless forward raised, and report that the module's forward has ended; a
-        forward hook, which torch calls also after an exception.
+        """Report that the module's forward has ended; a forward hook, which torch calls also after an exception. Before
+        that, hook the gradients of ``output`` unless forward raised.
 
-        Does nothing if the call was no part of a pass. An exception that was being handled before forward is no
-        failure.
+        Does nothing if the call was no part of a pass. An exception that was being handled before forward is no failure
+        of it.
         """
         raised = sys.exc_info()[1]
         call = self._entered.pop() if self._entered else RunningCall(True, None)
@@ -242,11 +244,11 @@ class ModuleWatch:
             self._listener.caller_done(self.name, self.kept_for_call)
 
     def _watch_outputs(self, output: Any) -> Iterator[Unit]:
-        """Hook the gradients of the tensors in ``output`` (any nesting); yield the units whose flat buffer one of them
-        shares.
+        """Hook the gradients of the tensors in ``output`` (any nesting); yield the units whose flat buffer one of the
+        tensors shares.
 
-        Gradients are not hooked where the module uses no unit and is not the model. A parameter that a submodule
-        returns keeps its unit gathered until the calling module is done.
+        Gradients are not hooked where the module uses no unit and is not the model. A parameter in ``output`` keeps its
+        unit gathered until the module that called this one is done.
         """
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor):
@@ -323,12 +325,12 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _released_as_meta(units: list[Unit], hints: Hints) -> Callable[[nn.Module, dict[str, Any], str, Any], None]:
     """Return a state-dict hook that replaces the parameters of ``units`` that are released by meta tensors, so that a
-    plain save of the state dict cannot be loaded by mistake; ``hints`` warn of the first."""
+    plain save of the state dict cannot be loaded by mistake. ``hints``: warn at the first."""
     places = {id(p): unit for unit in units if unit.releasable for p in unit.parameters}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """Replace the entries of released parameters in ``state_dict``, whose keys begin with ``prefix``, by meta
-        tensors."""
+        """Replace the entries of released parameters in ``state_dict``, whose keys for ``module`` begin with
+        ``prefix``, by meta tensors."""
         for key, parameter in _reported_parameters(module):
             unit = places.get(id(parameter))
             released = unit is not None and unit.state is UnitState.RELEASED
@@ -340,12 +342,13 @@ def _released_as_meta(units: list[Unit], hints: Hints) -> Callable[[nn.Module, d
 
 
 def _refuse_to_load(units: list[Unit]) -> Callable[..., None]:
-    """Return a load-state-dict hook that raises `ReleasedParameterError`, naming it, if the state dict has an entry for
-    a parameter of ``units`` that is released: it has no memory to load into."""
+    """Return a load-state-dict hook that raises `ReleasedParameterError` if the state dict has an entry for a parameter
+    of ``units`` that is released, which it names: there is no memory to load into."""
     places = {id(p): (unit, n) for unit in units if unit.releasable for n, p in enumerate(unit.parameters)}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_more: Any) -> None:
-        """Raise `ReleasedParameterError` if ``state_dict`` has an entry, below ``prefix``, for a released parameter."""
+        """Raise `ReleasedParameterError` if ``state_dict`` has an entry for a released parameter of ``module``, whose
+        keys begin with ``prefix``."""
         for key, parameter in module._parameters.items():
             unit, number = places.get(id(parameter), (None, 0))
             if unit is not None and unit.state is UnitState.RELEASED and prefix + key in state_dict:
@@ -359,8 +362,9 @@ def _refuse_to_load(units: list[Unit]) -> Callable[..., None]:
 
 
 def _reported_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter | None]]:
-    """Yield (key, parameter) of the module's own parameters, and of modules in it that report no calls by hooks:
-    scripted ones, lists and dicts. ``prefix``: put before each key. The parameter is None where None is registered."""
+    """Yield (key, parameter) for the parameters of ``module`` itself, and of modules in it that report no calls by
+    hooks: scripted ones, lists and dicts. ``prefix``: put before each key. The parameter is None where None is
+    registered."""
     for key, parameter in module._parameters.items():
         yield prefix + key, parameter
     for key, child in module.named_children():
@@ -369,15 +373,16 @@ def _reported_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[
 
 
 def _write_back_loaded(units: list[Unit]) -> None:
-    """Copy parameters that ``load_state_dict`` has written into the shards and masters of those ``units`` that are
-    never released; others are left alone."""
+    """Copy the values that ``load_state_dict`` has written into parameters of ``units`` into their shards and masters;
+    only for units that are never released."""
     for unit in units:
         if not unit.releasable:
             unit.write_back()
 
 
 def _uses_unit(name: str, module: nn.Module, unit: Unit) -> bool:
-    """Return whether running ``module`` uses ``unit``: it is one of its members or owns one of its parameters."""
+    """Return whether ``module``, which is called ``name``, uses ``unit``: it is one of its members or owns one of its
+    parameters."""
     if name in unit.plan.members:
         return True
     held = {id(p) for p in unit.parameters}

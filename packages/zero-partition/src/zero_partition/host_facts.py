@@ -24,17 +24,19 @@ storage_references: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def any_gradient(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether any of the tensors has a ``.grad``."""
+    """Return whether any of ``tensors`` has a ``.grad``."""
     return any(map(operator.is_not, map(_GRAD, tensors), repeat(None)))
 
 
 def gradients_are(tensors: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether each tensor's ``.grad`` is the very object that is expected, which may be None."""
+    """Return whether the ``.grad`` of each of ``tensors`` is the very object at its position in ``expected``, which may
+    be None."""
     return not any(map(operator.is_not, map(_GRAD, tensors), expected))
 
 
 def are_set_to(tensors: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Return whether each tensor has the memory, the shape and the strides of the expected one."""
+    """Return whether each of ``tensors`` has the memory, the shape and the strides of the one at its position in
+    ``expected``."""
     return all(map(torch.Tensor.is_set_to, tensors, expected))
 
 
@@ -44,7 +46,8 @@ def dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return each tensor's version counter. Raises RuntimeError for inference tensors, which have none."""
+    """Return each tensor's version counter, which grows with every in-place write. Raises RuntimeError for inference
+    tensors, which have none."""
     return list(map(_VERSION, tensors))
 
 
@@ -54,7 +57,8 @@ def untouched(
     known_dtypes: Sequence[torch.dtype],
     known_versions: Sequence[int],
 ) -> bool:
-    """Return whether no tensor was replaced, cast or written: all have the expected memory, dtypes and versions.
+    """Return whether no tensor was replaced, cast or written: each has the memory, shape and strides of the one at its
+    position in ``expected``, and its dtype and version counter are as known.
 
     ``known_dtypes`` and ``known_versions``: lists from earlier calls of `dtypes` and `versions`. Raises RuntimeError
     for inference tensors.
@@ -89,12 +93,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of no subclass; torch's fake tensors count as plain ones."""
+    """Return whether ``tensor`` is of class `torch.Tensor` itself, no subclass; torch's fake tensors count as such."""
     return type(tensor) is torch.Tensor or is_fake(tensor)
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; for a fake tensor, a number that no other live storage has.
+    """Return the address of the storage of ``tensor``; for a fake tensor, a number that no other live storage has.
 
     0 for an empty storage. Raises what torch raises for tensors without a storage, such as sparse ones.
     """
@@ -119,5 +123,5 @@ REFERENCES_OF_ONE = _references_of_one()
 
 
 def install(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Give each tensor the memory of the one of ``values`` at its position, as ``tensor.data = value`` does."""
+    """Give each of ``tensors`` the memory of the one at its position in ``values``, as ``tensor.data = value`` does."""
     deque(map(_DATA.__set__, tensors, values), maxlen=0)

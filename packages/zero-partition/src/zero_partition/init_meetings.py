@@ -21,9 +21,10 @@ class InitMeetings:
     of the lowest rank that has one, and then the ranks that came for something else meet again. So the same parameters
     are full on all ranks, whichever rank asked.
 
-    What a rank comes to do is one of `USE` (gather values for code that touches them) and `EVICT` (reshard the oldest),
-    which are requests, `SHARD`, `GATHER` (for the user) and `END`. ``take_part``: carries out a request (call, records)
-    on this rank; it runs on every rank. ``control``: carries the messages; its ranks are those that shard.
+    A meeting is for one call on some records, the `ShardedParameter` of each parameter. The calls are `USE` (gather
+    values for code that touches them) and `EVICT` (reshard the oldest), which are requests, `SHARD`, `GATHER` (for the
+    user) and `END`. ``take_part``: carries out a request (call, records) on this rank; it runs on every rank.
+    ``control``: carries the messages; its ranks are those that shard.
     """
 
     def __init__(self, control: Control, take_part: Callable[[str, list[ShardedParameter]], None]) -> None:
@@ -31,11 +32,11 @@ class InitMeetings:
         self._take_part = take_part
 
     def meet(self, call: str, records: Sequence[ShardedParameter], payload: Any = None) -> list[Any] | None:
-        """Meet the other ranks to do ``call`` to the parameters of ``records``. Collective.
+        """Meet the other ranks for ``call`` on ``records``. Collective.
 
-        Return all ranks' ``payload``, in rank order, if every rank does the same to the same parameters. Return None
-        after a request was served, this rank's or another's: the caller checks again what is left to do. Raises
-        `DesyncError` on every rank if they do different things and none is a request.
+        Return all ranks' ``payload``, in rank order, if every rank has come for the same call on the same parameters.
+        Return None after a request was served, this rank's or another's: the caller looks again what is left to do.
+        Raises `DesyncError` on every rank if they have come for different things and none is a request.
         """
         name = f"{call} {_describe(records)}"
         messages = self._control.exchange(Message("Init", name, 0, [call, [r.number for r in records], payload]))
@@ -51,13 +52,13 @@ class InitMeetings:
         return None
 
     def exchange(self, call: str, payload: Any) -> list[Any]:
-        """Return all ranks' ``payload``, in rank order; only at a point ``call`` that all ranks are known to have
-        reached. Collective."""
+        """Return all ranks' ``payload``, in rank order, at the point that ``call`` names, which all ranks are known to
+        have reached. Collective. Raises `DesyncError` if they have not."""
         return self._control.agree(Message("Init", call, 0, payload))
 
     def _find(self, numbers: Sequence[int], messages: Sequence[Message]) -> list[ShardedParameter]:
-        """Return this rank's records of these ``numbers``. Raises `DesyncError`, listing ``messages``, on every rank if
-        one lacks any. Collective."""
+        """Return this rank's records with these ``numbers``. Raises `DesyncError`, listing ``messages`` (by rank), on
+        every rank if one lacks any of them. Collective."""
         found = records_by_number(numbers)
         if not all(self.exchange("take part", len(found) == len(numbers))):
             raise _desync_error(messages)

@@ -108,7 +108,8 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shard parameters that are still full, warn of what differed or stays full, and stop sharding. Collective.
+        """Shard parameters that are still full, log which parameters differed between ranks or stay full, and stop
+        sharding. Collective.
 
         After an exception (``error``) nothing more is sharded, and nothing is collective.
         """
@@ -138,10 +139,10 @@ class Init:
             self._shard_all(dict(module.named_parameters()))
 
     def meet(self, records: list[ShardedParameter]) -> None:
-        """Wait until all ranks have come to gather ``records`` for the user, or to end that; do nothing once the
-        context is closed. Gathers nothing itself. Requests of single ranks are served meanwhile.
+        """Wait until all ranks have come here for ``records``: to gather them for the user, or to end that. Gathers
+        nothing itself, but serves requests of single ranks meanwhile. Does nothing once the context is closed.
 
-        Raises `DesyncError` on every rank if they come to do different things. Collective.
+        Raises `DesyncError` on every rank if they have come for different things. Collective.
         """
         if self._open:
             self._meet_all(GATHER, records)
@@ -162,7 +163,7 @@ class Init:
             self._built[id(module)] = weakref.ref(module)
 
     def _shard_all(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Shard ``parameters``, by their names for messages, and reshard those that were sharded and are full now.
+        """Shard ``parameters`` (by a name for messages), and reshard those of them that were sharded and are full now.
         Collective.
 
         Those that stay replicated (one element or none, on the meta device, or see `reason_replicated`) are left as
@@ -181,8 +182,8 @@ class Init:
         self._shard_records(records)
 
     def _shard_records(self, records: Sequence[ShardedParameter]) -> None:
-        """Reshard the full ones of ``records``, with rank 0's values where ranks differ, and then the parameters that a
-        request of a single rank has gathered. Collective."""
+        """Reshard those of ``records`` that are full, with rank 0's values where ranks differ, and then the parameters
+        that requests of single ranks have gathered. Collective."""
         while full := [record for record in self._full(records) if record.number not in self._alone]:
             facts = [_facts(full)] if self._is_only_rank else self._meetings.meet(SHARD, full, _facts(full))
             if facts is not None:
@@ -191,12 +192,11 @@ class Init:
                 return
 
     def _reshard(self, full: list[ShardedParameter], facts: list[list[_Facts]]) -> None:
-        """Reshard parameters that are ``full``, with rank 0's values where the ranks' ``facts`` (by rank, of each
-        parameter) differ.
+        """Reshard the parameters of ``full``, with rank 0's values where ranks differ. Collective.
 
-        A parameter stays full if other code holds a view of it on any rank, through which it may be written. Notes it,
-        and those that differ, for the warnings of `__exit__`. Raises `PartitionError`, naming it, if a parameter's
-        shape or dtype differs. Collective.
+        ``facts``: by rank, those of `_facts` for each parameter. A parameter stays full if other code holds a view of
+        it on any rank, through which it may be written. Such parameters, and those that differ, are remembered for the
+        warnings of `__exit__`. Raises `PartitionError`, naming it, if a parameter's shape or dtype differs.
         """
         for record, *seen in zip(full, *facts, strict=True):
             kinds, digests, held = map(list, zip(*seen, strict=True))
@@ -213,7 +213,7 @@ class Init:
                 record.reshard()
 
     def _full(self, records: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-        """Return those of ``records`` that are full and that the user has not gathered, each once, in order of
+        """Return those of ``records`` whose parameters are full and not gathered by the user, each once, in order of
         creation, which is the same on all ranks."""
         full = {record.number: record for record in records if record.is_full and not record.pinned}
         return [full[number] for number in sorted(full)]
@@ -235,8 +235,8 @@ class Init:
                 return
 
     def _oldest_above_bound(self, records: list[ShardedParameter]) -> list[ShardedParameter]:
-        """Return the parameters touched before ``records`` that have to be resharded to keep to ``max_full_numel``,
-        oldest first."""
+        """Return the touched parameters, oldest first and none of ``records``, that have to be resharded so that at
+        most ``max_full_numel`` elements stay full."""
         held = sum(record.numel for record in self._touched.values())
         oldest: list[ShardedParameter] = []
         for record in self._touched.values():
@@ -262,7 +262,7 @@ class Init:
             self._reshard(records, self._meetings.exchange(EVICT, _facts(records)))
 
     def _meet_all(self, call: str, records: list[ShardedParameter]) -> None:
-        """Wait until all ranks have come to ``call`` with ``records``, serving requests meanwhile; then reshard what
+        """Wait until all ranks have come for ``call`` on ``records``, serving requests meanwhile; then reshard what
         requests have gathered. Does nothing on a single rank. Collective."""
         if not self._is_only_rank:
             while self._meetings.meet(call, records) is None:
@@ -270,8 +270,8 @@ class Init:
             self._reshard_used_alone()
 
     def _reshard_used_alone(self) -> None:
-        """Reshard the parameters that a request of a single rank has gathered, with rank 0's values. Collective: when
-        all ranks are at one point."""
+        """Reshard the parameters that a request of a single rank has gathered, with rank 0's values. Collective: all
+        ranks call it at the same point."""
         alone = self._full(list(self._alone.values()))
         if alone:
             self._reshard(alone, self._meetings.exchange(SHARD, _facts(alone)))
@@ -300,16 +300,16 @@ class Init:
             )
 
     def _new_blank(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return what `to_empty` gets for ``parameter``, on the meta device: a tensor of its shape over a single NaN,
-        of ``dtype`` on ``device``."""
+        """Return the tensor that ``to_empty`` gets for ``parameter``, which is on the meta device: of its shape,
+        ``dtype`` and ``device``, over a single NaN. Such a parameter is a blank until `_allocate_blank`."""
         key = (dtype, device)
         if key not in self._blanks:
             self._blanks[key] = torch.full((), torch.nan, dtype=dtype, device=device)
         return self._blanks[key].expand(parameter.shape)
 
     def _allocate_blank(self, parameter: nn.Parameter) -> None:
-        """Give a parameter that is still a blank memory of its own, before its values are written, and, if it has
-        several elements, a `ShardedParameter` as its record; else do nothing."""
+        """Give ``parameter``, if it is a blank of `_new_blank`, memory of its own, before its values are written, and a
+        record (`ShardedParameter`) if it has several elements; do nothing for any other."""
         blank = self._blanks.get((parameter.dtype, parameter.device))
         if blank is not None and parameter.untyped_storage().data_ptr() == blank.untyped_storage().data_ptr():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -333,8 +333,8 @@ class Init:
 
 
 def _facts(records: list[ShardedParameter]) -> list[_Facts]:
-    """Return what ranks compare of the full parameters of ``records``: for each (dtype and shape, digest of the values,
-    whether other code holds its memory)."""
+    """Return, for the full parameters of ``records``, what ranks compare of each: (dtype and shape, digest of the
+    values, whether other code holds its memory)."""
     held = shared_with_others(records)
     return [(record.kind, record.digest(), other) for record, other in zip(records, held, strict=True)]
 

@@ -1,4 +1,7 @@
-"""Catch uses of released parameters that no hook reports: tied heads, functional use, other modules' weights."""
+"""Catch uses of released parameters that no hook reports: tied heads, functional use, other modules' weights.
+
+A module is watched when its ``_parameters`` is a `WatchedParameters`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ class ParameterUse(Protocol):
         """Gather ``parameter`` if a pass runs. Called when code reads it from a module."""
 
     def refuse_pickle(self, parameters: Sequence[nn.Parameter], /) -> None:
-        """Raise `ReleasedParameterError`, naming it, if one of the parameters is released. Called before a module that
-        owns them is pickled."""
+        """Raise `ReleasedParameterError`, naming it, if one of ``parameters`` is released. Called before the module
+        that owns them is pickled."""
 
 
 class WatchedParameters(Parameters):
@@ -42,8 +45,9 @@ class WatchedParameters(Parameters):
         self._on_read = eager(use.parameter_read)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        """Return the parameter after its use was reported, which gathers it in a pass; None, unreported, where None is
-        registered. Inside torch.compile a parameter that is present is not reported."""
+        """Return the parameter ``name`` after reporting its use, which gathers it in a pass; None, unreported, where
+        None is registered. Inside torch.compile a parameter that is present is not reported. Raises KeyError for an
+        unknown name."""
         parameter = super().__getitem__(name)
         if parameter is not None and not (torch.compiler.is_compiling() and _is_present(parameter)):
             self._on_read(parameter)
@@ -65,7 +69,8 @@ class WatchedParameters(Parameters):
 
 
 def _is_present(parameter: nn.Parameter) -> bool:
-    """Return whether the parameter is no placeholder: those have strides of zero only, and at least two elements.
+    """Return whether ``parameter`` has its values and is no placeholder (which stands for a released one): placeholders
+    have strides of zero only, and at least two elements.
 
     torch.compile can trace this, as it guards the strides of a graph's inputs.
     """
@@ -89,8 +94,8 @@ class Interception:
         reference = weakref.ref(self)
 
         def registered(module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
-            """Watch ``module`` if the parameter that it registers belongs to a releasable unit: torch's hook on
-            registrations."""
+            """Watch ``module`` if ``parameter``, which was registered in it, belongs to a releasable unit: torch's hook
+            on registrations."""
             watching = reference()
             if watching is not None and id(parameter) in watching._held:
                 watching._watch(module)
@@ -106,8 +111,8 @@ class Interception:
         self._modules.clear()
 
     def _watch(self, module: nn.Module) -> None:
-        """Watch the parameters of ``module``; do nothing if it is watched already or is a torch.jit module, which takes
-        no hooks."""
+        """Have look-ups of the parameters of ``module`` reported; do nothing if they are already, or if it is a
+        torch.jit module, which takes no hooks."""
         if takes_hooks(module) and not isinstance(module._parameters, WatchedParameters):
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._use)
             self._modules.add(module)

@@ -46,11 +46,8 @@ class Interleaving:
         self._issued_by_all = self._started_by_all = 0  # in lock step: gathers and reductions
 
     def begin(self) -> None:
-        """Begin a backward pass that gathers and reduces.
-
-        It is in lock step while the order of reductions is still learned, and always where reductions wait for all
-        their gradients.
-        """
+        """Begin a backward pass that gathers and reduces. The pass is in lock step while the order of reductions is
+        still learned, and always where reductions wait for all their gradients."""
         self._active = True
         self._issued_by_all = self._started_by_all = 0
         self._lock_step = self._reductions.complete or not self._reductions.settled
@@ -67,8 +64,8 @@ class Interleaving:
         self._active = self._lock_step = False
 
     def before_gather(self, unit: Unit) -> None:
-        """Start the reductions that another rank may finish before it issues the gather of ``unit``; do nothing outside
-        a pass.
+        """Start the reductions that another rank may finish before it issues the gather of ``unit``; called before this
+        rank waits for that gather. Do nothing outside a pass.
 
         In lock step, meet the other ranks instead, unless all of them are known to have issued the gather.
         """
@@ -79,9 +76,9 @@ class Interleaving:
             self._start_before(self._gathers.position(unit))
 
     def before_unscheduled_gather(self) -> None:
-        """Start every remaining reduction of the pass: other ranks join a gather outside the order only once they have
-        finished the pass or request one themselves. Does nothing in lock step, where it is not needed, or outside a
-        pass."""
+        """Start every remaining reduction of the pass, before a gather outside its order: other ranks join that only
+        once they have finished the pass or request one themselves. Do nothing in lock step, where it is not needed, or
+        outside a pass."""
         if self._active and not self._lock_step:
             self._start_before(None)
 
@@ -92,24 +89,22 @@ class Interleaving:
         self._make_room()
 
     def start_until(self, count: int) -> None:
-        """Start reductions, with the gradients that are there, until the pass's first ``count`` or all of them are
-        started."""
+        """Start reductions, with the gradients that are there, until ``count`` of the pass's reductions, or all of
+        them, have been started."""
         while self._reductions.next_unit is not None and self._reductions.started < count:
             self.start_next()
 
     def reduce_scatter_now(self, units: Iterable[int]) -> None:
-        """Reduce-scatter the gradients of ``units`` (indices) outside a pass, and wait for every reduction in flight.
-
-        For gradients that came late. Collective: the same set on every rank, in any order.
-        """
+        """Reduce-scatter the gradients of ``units`` (indices) that came too late for the pass's reductions, outside a
+        pass, and wait for every reduction in flight. Collective: the same set on every rank, in any order."""
         for index in self._reductions.in_order(units):
             self._reductions.start(index)
             self._make_room()
         self.finish_all()
 
     def start_now(self, units: Iterable[int]) -> None:
-        """Finish every reduction in flight, then start those of the gradients of ``units`` (indices) outside a pass;
-        do nothing without units. Collective: the same set on every rank, in any order."""
+        """Start reductions of the gradients of ``units`` (indices) outside a pass, after finishing every reduction in
+        flight; do nothing without units. Collective: the same set on every rank, in any order."""
         indices = self._reductions.in_order(units)
         if indices:
             self.finish_all()
@@ -123,9 +118,9 @@ class Interleaving:
             self._finish_oldest()
 
     def _make_room(self) -> None:
-        """Finish the oldest reductions while more are in flight than `OrderedReductions.over_limit` allows, after
-        starting the last hop of all but the newest (see [Note: waits]). Before it waits for one, issues the gathers
-        that others may wait for."""
+        """Finish the oldest reductions while more are in flight than allowed (`OrderedReductions.over_limit`), after
+        starting the last hop of all but the newest (see [Note: waits]). Before a wait, issue the gathers that others
+        may wait for."""
         for one in self._reductions.older_in_hops():
             self._before_reduction(one.number, one.gathers_first)
             one.work.advance()
@@ -141,10 +136,10 @@ class Interleaving:
             self._reductions.finish_oldest()
 
     def _before_reduction(self, number: int, gathers_first: int) -> None:
-        """Issue the gathers that other ranks may wait for before they start the pass's reduction ``number``: the first
-        ``gathers_first`` of the order. Called before this rank waits for that reduction.
+        """Do what has to be done before this rank waits for the pass's reduction ``number`` (from 0): issue the first
+        ``gathers_first`` gathers of the order, for which other ranks may wait before they start that reduction.
 
-        In lock step, meet the other ranks instead until every one has started it. Does nothing outside a pass.
+        In lock step, meet the other ranks instead until every one has started it. Do nothing outside a pass.
         """
         if not self._reductions.active:
             return
@@ -155,20 +150,18 @@ class Interleaving:
             self._gathers.issue_until(gathers_first)
 
     def _start_before(self, position: int | None) -> None:
-        """Start the reductions that come before a wait for the gather at ``position`` of the order (None: all of the
-        pass), and of those that take several collectives (see [Note: waits]) also the last, which waits for the
-        others."""
+        """Start the reductions that must be started before a wait for the gather at ``position`` of the order (None:
+        all of the pass), and the last hops of those that take several."""
         while self._reductions.must_start_before(position):
             self.start_next()
         self._reductions.advance_before(position)
 
     def _exchange(self, gather: int, *, done: bool = False) -> Sequence[LockStep]:
-        """Meet the other ranks and issue every gather that any rank needs; return the messages in rank order, equal
-        ones once.
+        """Meet the other ranks, issue every gather that any rank needs, and advance the reductions that all ranks have
+        started; return the ranks' messages in rank order, equal ones once. Collective; only in lock step.
 
         ``gather``: position in the pass's order of the gather that this rank needs, -1 for none. ``done``: this rank
-        has started all its reductions and needs no gather any more. Also advances the reductions that all ranks have
-        started. Collective; only in lock step.
+        has started all its reductions and needs no gather any more.
         """
         messages = distinct(self._meet(LockStep(gather, self._gathers.issued, self._reductions.started, done)))
         needed = 1 + max(message.gather for message in messages)

@@ -67,7 +67,7 @@ class UnitLayout:
         *,
         entry_alignment: int = 1,
     ) -> UnitLayout:
-        """Return the layout of the unit ``name`` for parameters (name -> shape), in the order given.
+        """Return the layout of the unit ``name`` for parameters ``shapes`` (name -> shape), in the order given.
 
         ``world_size``: number of shards. ``alignment``: shard boundaries are multiples of this, in elements.
         ``entry_alignment``: parameters begin at multiples of this. Raises ValueError when one of the three is below 1.
@@ -95,21 +95,19 @@ class UnitLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Return (first element, first behind) of every range of the flat buffer that belongs to no parameter, padding
+        """Return the range (first element, end) of every part of the flat buffer that belongs to no parameter, padding
         at the end included."""
         ends = [0, *(entry.end for entry in self.entries)]
         starts = [*(entry.offset for entry in self.entries), self.numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Return the first element of ``rank``'s shard in the flat buffer, and the first behind it."""
+        """Return the range (first element, end) of the shard of ``rank`` in the flat buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def name_at(self, position: int) -> str:
-        """Return the name of the parameter at element ``position`` of the flat buffer.
-
-        In a gap between parameters it is the name of the next one, after the last parameter that of the last.
-        """
+        """Return the name of the parameter at element ``position`` of the flat buffer: in a gap that of the next
+        parameter, behind the last parameter its name."""
         return next((entry.name for entry in self.entries if position < entry.end), self.entries[-1].name)
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
@@ -128,10 +126,10 @@ class UnitLayout:
 
 
 def element_positions(units: Iterable[UnitLayout], alignment: int) -> dict[str, int]:
-    """Return for each parameter name the position of its first element among the elements of all units.
+    """Return, for each parameter name, the position of its first element among the elements of all ``units``.
 
     Each unit, in the order given, begins at a multiple of ``alignment`` elements; padding of shards does not count, so
-    positions are the same at any world size. Every unit has a parameter.
+    positions are the same at any world size. Every unit must have a parameter.
     """
     positions: dict[str, int] = {}
     base = 0
@@ -149,11 +147,11 @@ class Layout:
 
     @cached_property
     def _by_name(self) -> dict[str, tuple[UnitLayout, LayoutEntry]]:
-        """Return, by parameter name, its unit and its entry there."""
+        """Return, by parameter name, (the parameter's unit, its entry there)."""
         return {entry.name: (unit, entry) for unit in self.units for entry in unit.entries}
 
     def find(self, parameter: str) -> tuple[UnitLayout, LayoutEntry]:
-        """Return the unit and the entry of the parameter of this name. Raises KeyError for an unknown one."""
+        """Return (unit, entry in it) of the parameter called ``parameter``. Raises KeyError for an unknown name."""
         try:
             return self._by_name[parameter]
         except KeyError:

@@ -30,16 +30,16 @@ class LeafTree:
         return self._added
 
     def neighbour(self) -> torch.Tensor | None:
-        """Return the node of the last micro-batch, if the next one is its neighbour in the tree, else None. The next
-        reduction may be added to it in place, which saves `add` the sum."""
+        """Return the partial sum to which the reduction of the next micro-batch may be added in place, which saves
+        `add` the sum: that of the last one, if both are neighbours in the tree. Else None."""
         return self._nodes[-1][1] if self._nodes and self._nodes[-1][0] == 1 else None
 
     def add(self, node: torch.Tensor) -> torch.Tensor | None:
-        """Add the reduction of the next micro-batch; return the mean over all leaves after the last one, else None.
-        `clear` comes before the next step's first.
+        """Add the reduction of the next micro-batch. Return the mean over all leaves after the step's last one, else
+        None. Call `clear` before the next step's first.
 
-        ``node``: the reduction (1-D), which the tree keeps and overwrites; or `neighbour`, to which it was added
-        already. The mean is in the memory of one of the nodes, which the tree lets go.
+        ``node``: the reduction (1-D), which the tree keeps and overwrites; or the tensor of `neighbour`, to which the
+        caller has added it. The mean is in the memory of one of the nodes, which the tree lets go.
         """
         size = 1
         if node is self.neighbour():
@@ -57,7 +57,7 @@ class LeafTree:
         return node.div_(self._divisor)
 
     def new_empty(self) -> LeafTree:
-        """Return a new tree of the same shape with nothing added."""
+        """Return a new tree with the same ``count`` and ``divisor``, and nothing added."""
         return LeafTree(self.count, self._divisor)
 
     def tensors(self) -> list[torch.Tensor]:

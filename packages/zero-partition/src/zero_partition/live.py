@@ -35,15 +35,15 @@ class LiveElements:
         self.live += numel
 
     def note_issued(self, numel: int, *, was_released: bool) -> None:
-        """Add a unit of ``numel`` elements whose gather was issued to `coming`, and to `live` if it ``was_released``
+        """Add a unit of ``numel`` elements, whose gather was issued, to `coming`; also to `live` if it ``was_released``
         before."""
         self.coming += numel
         self.live += numel if was_released else 0
 
     def note_arrived(self, numel: int) -> None:
-        """Take a unit of ``numel`` elements, whose gather has completed or was dropped, out of `coming`."""
+        """Subtract a unit of ``numel`` elements, whose gather has completed or was dropped, from `coming`."""
         self.coming -= numel
 
     def note_released(self, numel: int) -> None:
-        """Take a unit of ``numel`` elements, which was released, out of `live`."""
+        """Subtract a unit of ``numel`` elements, which was released, from `live`."""
         self.live -= numel
