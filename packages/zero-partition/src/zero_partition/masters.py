@@ -37,8 +37,8 @@ def copy_fragments(
 ) -> None:
     """Copy a rank's ``fragments`` of full ``values`` into its ``shard``, and into ``master`` as `follow_weights` does.
 
-    ``names``: the unit's parameters in order. ``values``: by parameter number; fragments of others are left alone.
-    ``master``: of the shard's length; the shard itself, or None, if there is no separate one.
+    ``names``: the unit's parameters in order. ``values``: full tensors by the parameter's index in ``names``; fragments
+    of others are left alone. ``master``: of the shard's length; the shard itself, or None, if there is no separate one.
     """
     for fragment in fragments:
         number = names.index(fragment.entry.name)
@@ -88,20 +88,20 @@ class TierMasters:
         self._states.write(masters)
 
     def note_weights_changed(self) -> None:
-        """Tell the tier that the weights were changed, so that its next step updates masters before it uses them; they
-        are `stale` until `follow_now`."""
+        """Tell the tier that the weights were changed, so that its next step updates masters from them before it uses
+        the masters; until then, or `follow_now`, the masters are `stale`."""
         self._states.weights_changed(self._name)
         self._stale = True
 
     @property
     def stale(self) -> bool:
-        """True if the weights were changed since `follow_now`, or since this object was made. Masters may be out of
+        """True if the weights were changed (`note_weights_changed`) since the last `follow_now`. Masters may be out of
         date then: a step of the tier updates only those of fragments that have a gradient."""
         return self._stale
 
     def follow_now(self, shard: torch.Tensor) -> None:
-        """Update masters that are out of date from the weights in ``shard`` (1-D, this rank's), as a step of the tier
-        would do; those of fragments that have stepped since are left alone. Nothing is `stale` then."""
+        """Update the masters that are out of date from the weights in ``shard`` (1-D, this rank's), as a step of the
+        tier would do; masters that a step has updated since are left alone. Then `stale` is False."""
         for fragment in self._fragments:
             if "master" in self._states.held(fragment.entry.name)[1]:
                 continue  # a step has done it

@@ -1,7 +1,8 @@
 """Messages that the ranks of one engine exchange.
 
 Each message is a frozen dataclass. `encode` returns it as plain data, which is sent as JSON, and `decode` makes the
-message from what another rank's `encode` returned.
+message from what another rank's `encode` returned. Units are named by their indices, parameters by their number: the
+index in their unit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ is refused."""
 
 
 def distinct(told: Iterable[_T]) -> list[_T]:
-    """Return what the ranks told, in rank order, each object once.
+    """Return what the ranks told, ``told`` in rank order, each object once.
 
     Ranks that sent the same share one object (see `ControlGroup.exchange`), so thousands of them take no longer than a
     few.
@@ -28,8 +29,8 @@ def distinct(told: Iterable[_T]) -> list[_T]:
 
 
 def decode_each(decode: Callable[[Any], _T], told: Sequence[Any]) -> list[_T]:
-    """Return ``decode`` of what each rank told, in rank order; called once for each object, as ranks that sent the same
-    share one."""
+    """Return ``decode(data)`` for what each rank told, ``told`` in rank order. ``decode`` is called once for each
+    object, as ranks that sent the same share one."""
     decoded = {id(data): decode(data) for data in distinct(told)}
     return list(map(decoded.__getitem__, map(id, told)))
 

@@ -18,7 +18,9 @@ class _Cancelled(BaseException):
 
 class MicroBatchThread(threading.Thread):
     """Runs ``body``, the code of one micro-batch, in turns with the thread that made it, the driver: from `advance`
-    until the code calls `ask`, or ends. ``device``: current in the thread.
+    until the code calls `ask`, or ends.
+
+    ``number``: of the micro-batch, for the thread's name. ``device``: current in the thread.
 
     Attributes:
         request: what the code asked for last; None once it has ended.
@@ -44,7 +46,8 @@ class MicroBatchThread(threading.Thread):
         self._failure: BaseException | None = None
 
     def run(self) -> None:
-        """Run the body when the driver first advances; keep what it raises for the driver."""
+        """Run ``body`` from the driver's first `advance` on; what it raises is kept, and `advance` raises it. The
+        thread's function."""
         try:
             self._await_turn()
             if self._stream is not None:
@@ -62,7 +65,8 @@ class MicroBatchThread(threading.Thread):
                 self._turn.notify_all()
 
     def ask(self, request: Any) -> Any:
-        """Hand ``request`` to the driver, wait, and return its answer. Only the thread itself calls it."""
+        """Hand ``request`` to the driver, wait until it lets the code go on, and return its answer. Only the code of
+        the micro-batch calls it. If the thread is to end, an exception unwinds the code here."""
         self.request = request
         with self._turn:
             self._is_mine = False
@@ -72,8 +76,8 @@ class MicroBatchThread(threading.Thread):
         return answer
 
     def advance(self, answer: Any = None) -> None:
-        """Let the code go on, with ``answer`` to what it asked, until it asks again or ends. Only the driver calls it.
-        Raises what the code has raised."""
+        """Let the code go on, with ``answer`` to its last request, until it asks again or ends. Only the driver calls
+        it. Raises what the code has raised."""
         self._answer = answer
         with self.generators.in_force(), self._turn:
             self._is_mine = True
@@ -83,7 +87,8 @@ class MicroBatchThread(threading.Thread):
             raise self._failure
 
     def end(self) -> None:
-        """End the thread: unwind its code if it has not ended yet, and join it. May be called again."""
+        """Unwind the code of the thread if it has not ended yet, and join the thread. Only the driver calls it. Does
+        nothing if the thread has ended."""
         if not self.is_alive():
             return
         with self._turn:
@@ -95,13 +100,13 @@ class MicroBatchThread(threading.Thread):
         self.join()
 
     def let_go(self) -> None:
-        """Have the thread unwind its code by itself, from where it waits next. Does not wait for it."""
+        """Have the thread unwind its code and end by itself, from where it waits next. Returns at once."""
         with self._turn:
             self._let_go = self._cancelled = True
             self._turn.notify_all()
 
     def _await_turn(self) -> None:
-        """Wait until the driver lets this thread go on. Raises `_Cancelled` where it is to end."""
+        """Wait until the driver lets this thread go on. Raises `_Cancelled` if the thread is to end."""
         with self._turn:
             self._turn.wait_for(lambda: self._is_mine or self._let_go)
             if self._cancelled:
@@ -120,8 +125,8 @@ def end_all(threads: Sequence[MicroBatchThread]) -> None:
 
 
 class GeneratorStates:
-    """States of the random generators of torch (CPU and ``device``), Python and NumPy: the random numbers that one
-    micro-batch draws. They begin with the present states; `fork` makes other ones of them."""
+    """States of the random generators of torch (CPU and ``device``), Python and NumPy (where it is imported): the
+    random numbers that one micro-batch draws. A new object has the present states."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -134,8 +139,8 @@ class GeneratorStates:
         return other
 
     def fork(self, number: int) -> None:
-        """Replace the states by those of generators seeded with ``number`` and with what the present states would draw
-        next, which is not drawn from them."""
+        """Replace the states by those of generators with another seed, which is made of ``number`` and of what the
+        present states would draw next. The present states do not advance."""
         with self.copy().in_force():
             seed = int(torch.randint(2**62, (1,)))
         with self.in_force():
@@ -145,16 +150,16 @@ class GeneratorStates:
                 sys.modules["numpy"].random.seed((seed + number) % 2**32)
 
     def install(self) -> None:
-        """Give the generators these states for good."""
+        """Set the generators to these states."""
         self._set(self._states)
 
     def in_force(self) -> _InForce:
-        """Return a context in which the generators have these states; what is drawn in it advances them. The states
-        from before are restored at its end."""
+        """Return a context in which the generators have these states, and what is drawn advances the states. At its end
+        the generators get the states from before."""
         return _InForce(self)
 
     def _present(self) -> list[Any]:
-        """Return the present states of the generators."""
+        """Return the states that the generators have now, for `_set`."""
         numpy = sys.modules.get("numpy")
         states = [torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()]
         if self._device.type != "cpu":
@@ -162,7 +167,7 @@ class GeneratorStates:
         return states
 
     def _set(self, states: Sequence[Any]) -> None:
-        """Give the generators the ``states``."""
+        """Set the generators to ``states``, as `_present` returned them."""
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         if states[2] is not None:
@@ -179,11 +184,11 @@ class _InForce:
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        """Put the states in force, and keep those from before."""
+        """Set the generators to the states, and keep those from before."""
         self._before = self._of._present()
         self._of._set(self._of._states)
 
     def __exit__(self, *_: object) -> None:
-        """Keep how far the states have come, and restore those from before."""
+        """Store how far the states have advanced, and set the generators to those from before."""
         self._of._states = self._of._present()
         self._of._set(self._before)

@@ -1,4 +1,5 @@
-"""The micro-batches of a step: taken from what the user gives, given to a model, and where their loss is."""
+"""The micro-batches of a step: how they are taken from the user's iterable, given to a model, and how the loss is
+found."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ def agreed_micro_batches(
     agree: Callable[[str, str, Any], list[Any]],
     error: type[Exception],
 ) -> list[Any]:
-    """Return the ``count`` micro-batches of a step: the next ones of an iterator, or all items of another iterable.
+    """Return the ``count`` micro-batches of a step: the next ones of ``batches`` if that is an iterator, or all items
+    of another iterable. Collective.
 
-    ``begun``: those that were counted since the last step; None where the user counts. ``agree``: exchanges what each
-    rank finds (see `Runtime.agree`). Raises ``error`` on every rank where one rank has none. Collective.
+    ``begun``: number of micro-batches that were counted since the last step; None where the user counts. ``agree``:
+    exchanges what each rank finds (see `Runtime.agree`). Raises ``error`` on every rank if a rank cannot take them, or
+    is inside an accumulation already.
     """
     if begun == 0:
         found, refused = _take(batches, count)
@@ -39,7 +42,7 @@ def agreed_micro_batches(
 
 
 def _take(batches: Iterable[Any], count: int) -> tuple[list[Any], str | None]:
-    """Return ``count`` micro-batches of ``batches``, and why they cannot be had; None if they can."""
+    """Return (``count`` micro-batches of ``batches``, None), or ([], why they cannot be taken, in words)."""
     expected = f"expected gradient_accumulation_steps = {count} micro-batches"
     advice = "Of a loader give iter(loader), the same one in each step"
     if isinstance(batches, (Mapping, torch.Tensor, str)) or not isinstance(batches, Iterable):
@@ -65,14 +68,16 @@ def _take(batches: Iterable[Any], count: int) -> tuple[list[Any], str | None]:
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
-    """Return what ``model`` returns for ``batch``: a mapping's items or a sequence's as arguments, or itself."""
+    """Return what ``model`` returns for ``batch``: it gets the items of a mapping as keywords, those of a list or tuple
+    as arguments, and anything else as its one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def loss_in(output: Any, _batch: Any) -> torch.Tensor:
-    """Return the loss in a model's ``output``: its attribute or item "loss", the first of a tuple, or itself."""
+    """Return the loss in a model's ``output``: its attribute or item "loss", the first of a tuple, or ``output``
+    itself. A `LossOf`. Raises KeyError for a mapping without "loss"."""
     if isinstance(output, Mapping):
         output = output["loss"]
     elif isinstance(output, tuple):

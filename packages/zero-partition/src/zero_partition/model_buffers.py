@@ -40,14 +40,14 @@ def share_buffers(
     kept_fp32: Container[str],
     replicated: Container[str],
 ) -> None:
-    """Move buffers and the ``replicated`` parameters to ``device``, with rank 0's values. Collective.
+    """Move the buffers and the ``replicated`` parameters (names) of ``model`` to ``device``, with rank 0's values.
+    Collective.
 
-    Buffers keep their dtype, unless ``policy`` has one for them. Those in ``kept_fp32`` keep theirs always, but running
-    statistics among them become float32, as their layers' parameters do. Names are the model's. One buffer under
-    several names stays one, and buffers that share memory share it afterwards; if one of them is kept, all are. A
-    buffer that has to change is replaced in its modules. Raises `PartitionError`, naming two, for buffers of different
-    dtypes that share memory and cannot stay where they are, and as `copy_values` for an expanded buffer that rank 0's
-    values do not fit.
+    Buffers keep their dtype, unless ``policy`` has one for them. Those in ``kept_fp32`` (names) keep theirs always, but
+    running statistics among them become float32, as their layers' parameters do. One buffer under several names stays
+    one, and buffers that share memory share it afterwards; if one of them is kept, all are. A buffer that has to change
+    is replaced in its modules. Raises `PartitionError`, naming two, for buffers of different dtypes that share memory
+    and cannot stay where they are, and as `copy_values` for an expanded buffer that rank 0's values do not fit.
     """
     buffers = _buffers(model)
     moved: dict[int, torch.Tensor] = {}
@@ -110,8 +110,8 @@ def _moved(
 ) -> list[torch.Tensor]:
     """Return the tensors of ``buffers`` on ``device`` in ``dtypes`` (one each), in their order.
 
-    If there are several, they share memory, and their new ones do too. Raises `PartitionError` where one copy of that
-    memory is not right for all.
+    If there are several buffers, they share memory, and the returned tensors do too. Raises `PartitionError` where one
+    copy of that memory is not right for all.
     """
     tensors = [buffer.tensor for buffer in buffers]
     if len(buffers) == 1:
@@ -127,8 +127,8 @@ def _moved(
 
 
 def _refuse_other_kind(one: _RegisteredBuffer, other: _RegisteredBuffer, dtype: torch.dtype) -> None:
-    """Raise `PartitionError`, naming both, unless two buffers that share memory have one dtype and the same lazy
-    negation and conjugation, so that one cast to ``dtype``, or one move, is right for both."""
+    """Raise `PartitionError`, which names both, unless the buffers ``one`` and ``other``, which share memory, have the
+    same dtype, lazy negation and conjugation, so that one cast to ``dtype``, or one move, is right for both."""
     ours, theirs = one.tensor, other.tensor
     if ours.dtype is not theirs.dtype or ours.is_conj() != theirs.is_conj() or ours.is_neg() != theirs.is_neg():
         raise PartitionError(
@@ -139,13 +139,13 @@ def _refuse_other_kind(one: _RegisteredBuffer, other: _RegisteredBuffer, dtype: 
 
 
 def _kept_dtypes(buffers: Sequence[_RegisteredBuffer]) -> list[torch.dtype]:
-    """Return the dtypes for buffers that share memory and one of which is kept out of half precision: their own, but
-    float32 for floating-point ones if any is registered in a layer with running statistics."""
+    """Return the dtypes for ``buffers``, which share memory and one of which is kept out of half precision: their own,
+    but float32 for floating-point ones if any is registered in a layer with running statistics."""
     statistics = any(isinstance(module, _NormBase) for b in buffers for module, _ in b.places.values())
     return [torch.float32 if statistics and b.tensor.is_floating_point() else b.tensor.dtype for b in buffers]
 
 
 def _buffer_dtype(buffer: torch.Tensor, policy: PrecisionPolicy) -> torch.dtype:
-    """Return the dtype for ``buffer``: the one that ``policy`` has for buffers; without one, and if it is not floating
-    point, its own."""
+    """Return the dtype for ``buffer``: that of ``policy`` for buffers if it has one and ``buffer`` is floating-point,
+    else the buffer's own."""
     return policy.buffer_dtype if policy.buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype

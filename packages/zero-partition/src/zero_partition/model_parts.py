@@ -52,7 +52,7 @@ class UnsplitModel:
     """The null `ModelParts`: without tensor parallelism every rank has the full model."""
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
-        """Return ``norm``, as all elements count."""
+        """Return ``norm``, as this rank counts all elements."""
         return norm
 
     def total(self, step: int, square: float, culprit: str) -> tuple[float, str]:
@@ -64,10 +64,10 @@ class UnsplitModel:
         return False
 
     def abort(self, reason: str) -> None:
-        """Do nothing."""
+        """Do nothing, as there are no other parts."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, as there is no process group."""
 
 
 class TensorParallelModel:
@@ -82,8 +82,8 @@ class TensorParallelModel:
         self._control = control
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
-        """Return ``norm`` on the first rank; on others one that counts the model-parallel parameters only
-        (`CountedNorm`)."""
+        """Return ``norm`` on the first rank; on others one that counts only the elements of parameters that are parts
+        (`CountedNorm`), in the shard of ``rank`` of ``unit``."""
         if self._control.rank == 0:
             return norm
         by_name = dict(zip(unit.names, unit.parameters, strict=True))
@@ -95,8 +95,8 @@ class TensorParallelModel:
         return CountedNorm(norm, spans)
 
     def total(self, step: int, square: float, culprit: str) -> tuple[float, str]:
-        """Return the sum of the parts in rank order, so that every rank gets the same bits, and the first culprit.
-        Collective."""
+        """Return the sum of all parts' ``square``, added in rank order, so that every rank gets the same bits, and the
+        first ``culprit`` that is not empty. Collective."""
         answers = self._control.agree(Message("the step's norm over the model's parts", "", step, [square, culprit]))
         return sum(answer[0] for answer in answers), next((answer[1] for answer in answers if answer[1]), "")
 

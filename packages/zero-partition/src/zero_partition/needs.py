@@ -1,4 +1,7 @@
-"""Find out whether an optimizer works on fragments, or needs full parameters or the full model."""
+"""Find out whether an optimizer works on fragments, or needs full parameters or the full model.
+
+A probe runs steps of a copy of the optimizer on small tensors, made up here.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
 
 
 class Need(enum.Enum):
-    """The smallest thing on which an optimizer computes correctly: any elements, full parameters, or the full model."""
+    """The smallest thing on which an optimizer computes correctly: any elements (fragments of parameters), full
+    parameters, or the full model."""
 
     ELEMENTS = enum.auto()
     PARAMETERS = enum.auto()
@@ -93,8 +97,8 @@ class AveragingOptimizer(Protocol):
         """Average over the ranks of ``group`` from now on; called once, before the first step."""
 
     def synchronise(self) -> bool:
-        """Make weights equal on all ranks after steps that each rank took alone; return whether they changed, False
-        without such steps. Collective."""
+        """Make weights equal on all ranks after steps that each rank took alone; return whether the weights were
+        changed. Collective."""
 
 
 def refuse_unusable(optimizer: Optimizer) -> None:
@@ -129,10 +133,10 @@ def need_of(optimizer: Optimizer, device: torch.device = _CPU) -> Need:
     """Return the smallest thing on which ``optimizer`` computes correctly.
 
     torch's own elementwise optimizers, `NormOptimizer` and `AveragingOptimizer` are known. Any other is run on small
-    matrices, together and apart, with the hyperparameters of each group, and gets at least full parameters, as the
+    matrices, together and apart, with the hyperparameters of each group, and needs at least full parameters, as the
     probe does not show what it does with larger ones or in later steps. A class that defines ``elementwise = True``
-    beside its arithmetic gets fragments, unless the probe disproves it. ``device``: where it will step, and is probed.
-    Raises `PartitionError` if the probe fails.
+    beside its arithmetic needs only elements, unless the probe disproves that. ``device``: where it will step, and is
+    probed. Raises `PartitionError` if the probe fails.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
@@ -147,8 +151,8 @@ def need_of(optimizer: Optimizer, device: torch.device = _CPU) -> Need:
 
 
 def _is_declared(kind: type) -> bool:
-    """Return whether ``elementwise = True`` is declared for the arithmetic that ``kind`` runs: by the class itself, or
-    by the parent whose ``step`` and ``update`` it inherits unchanged."""
+    """Return whether the optimizer class ``kind`` declares ``elementwise = True`` for the arithmetic that it runs: in
+    the class itself, or in the parent whose ``step`` and ``update`` it inherits unchanged."""
     steps = [_without_hooks(parent.__dict__["step"]) if "step" in parent.__dict__ else None for parent in kind.__mro__]
     for number, parent in enumerate(kind.__mro__):
         if "elementwise" in parent.__dict__:
@@ -163,8 +167,8 @@ def check_repeats(optimizer: Optimizer, need: Need, device: torch.device = _CPU)
     """Raise `PartitionError` for an optimizer whose results, bit by bit, depend on how its parameters are sharded.
 
     An elementwise one is tested on a vector that torch spreads over several threads, once in one piece and once split
-    at multiples of `GRID`; those that need full parameters pass. A `NormOptimizer` and an `AveragingOptimizer` always
-    raise. ``need``: the result of `need_of` for ``device``.
+    at multiples of `GRID`; one that needs full parameters passes. A `NormOptimizer` and an `AveragingOptimizer` always
+    raise. ``need``: the result of `need_of` for ``device``, where it will step.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, (NormOptimizer, AveragingOptimizer)):
@@ -185,8 +189,8 @@ def check_repeats(optimizer: Optimizer, need: Need, device: torch.device = _CPU)
 
 
 def _is_independent_of_shards(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
-    """Return whether two steps on a long vector, with the hyperparameters of ``group``, give the same bits in one piece
-    and split at multiples of `GRID`."""
+    """Return whether two steps of ``optimizer`` on a long vector on ``device``, with the hyperparameters of the param
+    group ``group``, give the same bits in one piece and split at multiples of `GRID`."""
     whole = torch.randn(_REPEATS * GRID + 77, generator=torch.Generator().manual_seed(0)).to(device)
     pieces = [part.clone() for part in whole.tensor_split([GRID, 4 * GRID, _REPEATS // 2 * GRID])]
     together, apart = (torch.cat(_two_steps(optimizer, group, parts)) for parts in ([whole], pieces))
@@ -194,11 +198,12 @@ def _is_independent_of_shards(optimizer: Optimizer, group: dict[str, Any], devic
 
 
 def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Need:
-    """Return the need of ``optimizer``, found by steps on small matrices with the hyperparameters of ``group``.
+    """Return the need of ``optimizer``, found by steps on small matrices on ``device`` with the hyperparameters of the
+    param group ``group``.
 
     It is MODEL if two matrices together get other values than apart, ELEMENTS if the class declares itself elementwise
-    and two fragments get the values of the whole, else PARAMETERS. A copy of the optimizer steps, on ``device``. Raises
-    `PartitionError` if it fails.
+    and two fragments get the values of the full matrix, else PARAMETERS. Raises `PartitionError` if the optimizer fails
+    on matrices.
     """
     first, second = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).to(device)
     try:
@@ -223,10 +228,10 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) ->
 def _check_that_matrices_run(
     optimizer: Optimizer, group: dict[str, Any], fragments: list[torch.Tensor], failure: Exception
 ) -> None:
-    """Raise `PartitionError` with ``failure`` unless the optimizer runs on the elements of ``fragments`` as matrices.
+    """Raise `PartitionError` with ``failure`` unless the optimizer runs on the elements of ``fragments`` (1-D) as
+    matrices. If it does, it failed only because they are 1-D, so it needs full parameters.
 
-    If it does, only their being 1-D made it fail, and it needs full parameters. ``group``: the param group whose
-    hyperparameters are used. ``failure``: what it raised for ``fragments``.
+    ``group``: the param group whose hyperparameters are used. ``failure``: what the optimizer raised for ``fragments``.
     """
     try:
         _two_steps(optimizer, group, [fragment.view(-1, 3) for fragment in fragments])
@@ -235,8 +240,8 @@ def _check_that_matrices_run(
 
 
 def _refuse_wrapper(optimizer: Optimizer) -> None:
-    """Raise `PartitionError` for an optimizer that has others as attributes, also in a list or dict, and so calls them
-    (Lookahead, several in one)."""
+    """Raise `PartitionError` if ``optimizer`` has other optimizers as attributes, also in a list, tuple or dict, and so
+    calls them (Lookahead, several in one)."""
     kind = type(optimizer).__name__
     for name, value in vars(optimizer).items():
         several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
@@ -262,7 +267,8 @@ def _requires_closure(optimizer: Optimizer) -> bool:
 
 
 def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
-    """Return the error for a probe that failed with ``error``; ``on``: a description of the probe's tensors."""
+    """Return the error for a probe of ``optimizer`` that failed with ``error``. ``on``: describes the probe's
+    tensors."""
     return PartitionError(
         f"{type(optimizer).__name__} failed on a small probe, {on}: {error}. At stages 1 to 3 the engine gives an "
         "optimizer other tensors than it was made with: have step() make what it keeps of a parameter p at first use, "
@@ -271,9 +277,10 @@ def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
 
 
 def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each of ``values``, flattened, after two steps with the hyperparameters of the param group ``group``.
+    """Return each of ``values``, flattened, after two steps of ``optimizer`` with the hyperparameters of the param
+    group ``group``.
 
-    Steps a copy of ``optimizer`` without its hooks and states, on copies of ``values``; the made-up gradients of a
+    A copy of the optimizer without its hooks and states steps, on copies of ``values``; the made-up gradients of a
     value depend on that value alone.
     """
     probe = copy.copy(optimizer)
@@ -295,11 +302,12 @@ def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.T
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer class's ``step`` without torch's call of hooks, which would take a probe for a step of
-    training."""
+    """Return the method ``step`` of an optimizer class without the call of hooks that torch wraps around it, which
+    would take a probe for a step of training."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Return whether the concatenations of two lists of 1-D tensors are equal up to rounding."""
+    """Return whether the tensors of ``left``, one after the other, equal those of ``right`` up to rounding; all are
+    1-D."""
     return bool(torch.allclose(torch.cat(left), torch.cat(right), rtol=1e-6, atol=1e-7))

@@ -42,10 +42,11 @@ def norm_squared(x: torch.Tensor) -> float:
 
 
 class ExactSum:
-    """A sum of non-negative float64 numbers without rounding, so that their order and grouping do not matter.
+    """A sum of non-negative float64 numbers without rounding, so that their order and grouping do not matter. `of`
+    makes one of numbers, `of_parts` of those that `parts` returned.
 
-    `float` rounds it once. It is NaN or inf if a number in it is. Made by `of`; ``units``: the sum as a multiple of the
-    smallest number that it can hold, ``special``: inf or NaN instead of it, 0 for none.
+    `float` rounds it once. It is NaN or inf if a number in it is. ``units``: the sum as a multiple of the smallest
+    number that it can hold; ``special``: inf or NaN in place of that, 0 for none.
     """
 
     __slots__ = ("_special", "_units")
@@ -56,8 +57,8 @@ class ExactSum:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> ExactSum:
-        """Return the exact sum of a 1-D float64 tensor of non-negative numbers, on any device, which is waited for; 1
-        for a fake tensor, as of any norm that a dry run asks for."""
+        """Return the exact sum of ``values``, a 1-D float64 tensor of non-negative numbers; waits for its device. 1 for
+        a fake tensor: in a dry run, which has no values, a norm of 1 is as good as any."""
         if is_fake(values):
             return cls(1 << _SCALE)
         special = float(values[~values.isfinite()].sum())
@@ -77,12 +78,12 @@ class ExactSum:
 
     @classmethod
     def of_parts(cls, parts: Sequence[float]) -> ExactSum:
-        """Return the exact sum of ``parts``, which may be results of several calls of `parts`, one after the other."""
+        """Return the exact sum of ``parts``, the results of one or several calls of `parts` in one sequence."""
         return cls.of(torch.tensor(list(parts), dtype=torch.float64))
 
     def parts(self) -> list[float]:
-        """Return float64 numbers whose exact sum this is, to be sent; [inf] if it is too large, [inf] or [NaN] if it is
-        that."""
+        """Return float64 numbers whose exact sum this is, to be sent to other ranks; [inf] if it is too large or inf,
+        [NaN] if it is NaN."""
         if self._special != 0.0:
             return [self._special]
         found, units = [], self._units
@@ -96,7 +97,7 @@ class ExactSum:
         return found
 
     def __add__(self, other: ExactSum) -> ExactSum:
-        """Return the exact sum of both."""
+        """Return the exact sum of this one and ``other``."""
         return ExactSum(self._units + other._units, self._special + other._special)
 
     def __float__(self) -> float:
@@ -148,17 +149,18 @@ class GridNorm:
 
 
 class NormSums(Protocol):
-    """Adds the ranks' sums of squares: each rank sends `pack` of its own, and all compute the same `total`."""
+    """Adds the ranks' sums of squares: each rank sends `pack` of its own, and all compute the same `total` of what they
+    get."""
 
     def zero(self) -> Any:
-        """Return an empty sum."""
+        """Return the sum of squares of nothing, in the form that `pack` takes and that can be added to others."""
 
     def pack(self, square: Any) -> Any:
-        """Return a rank's sum, ``square``, as plain data, to be sent."""
+        """Return a rank's sum of squares, ``square``, as plain data, to be sent."""
 
     def total(self, packed: Sequence[Any]) -> float:
-        """Return the total of the sums that `pack` returned on each rank, given in rank order; the same on every
-        rank."""
+        """Return the total of the ranks' sums; the same on every rank. ``packed``: by rank, what `pack` returned
+        there."""
 
 
 class RankOrderSums:
@@ -169,11 +171,11 @@ class RankOrderSums:
         return 0.0
 
     def pack(self, square: float) -> float:
-        """Return the number itself."""
+        """Return ``square`` itself."""
         return square
 
     def total(self, packed: Sequence[float]) -> float:
-        """Return the total, added in rank order and rounded after each addition."""
+        """Return the total of ``packed``, added in rank order and rounded after each addition."""
         return sum(packed, start=0.0)
 
 
@@ -185,9 +187,9 @@ class ExactSums:
         return ExactSum()
 
     def pack(self, square: ExactSum) -> list[float]:
-        """Return float64 numbers with the same exact sum."""
+        """Return float64 numbers whose exact sum is ``square``."""
         return square.parts()
 
     def total(self, packed: Sequence[Sequence[float]]) -> float:
-        """Return the exact total, rounded once."""
+        """Return the exact total of all numbers in ``packed``, rounded once."""
         return float(ExactSum.of_parts([part for parts in packed for part in parts]))

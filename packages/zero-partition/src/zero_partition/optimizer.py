@@ -41,17 +41,16 @@ class ShardedOptimizer:
     The optimizer object stays the user's: its param groups keep their dicts and hyperparameters, and only their
     ``params`` are replaced, for good, by the tensors that this rank updates. So schedulers and ``group["lr"] = …``
     work. An elementwise optimizer gets this rank's fragment of each parameter; one that needs full parameters (Muon,
-    Adafactor) gets the full parameters that are assigned to this rank.
+    Adafactor) gets the full parameters that are assigned to this rank. In both cases a tensor that this rank updates is
+    called a fragment here.
 
-    ``clip``: maximal global norm, 0 for off. ``loss_scale``: the scale in the gradients, None for none.
-    ``skip_non_finite``: skip the step instead of raising if the norm is not finite and there is no loss scale.
-    ``norm``, ``squares``: compute sums of squares for the norm, the latter under virtual ranks. ``parts``: the relation
-    of this rank's model to the full one under tensor parallelism, None without.
+    ``partition``: the sharded model. ``clip``: maximal global norm, 0 for off. ``loss_scale``: the scale in the
+    gradients, None for none. ``skip_non_finite``: skip the step instead of raising if the norm is not finite and there
+    is no loss scale. ``norm``, ``squares``: compute sums of squares for the norm, the latter under virtual ranks.
+    ``parts``: the relation of this rank's model to the full one under tensor parallelism, None without.
 
     Raises `PartitionError`, naming the cause, for foreign or duplicate parameters and for an optimizer that would
     compute something else on shards than on the full model.
-
-    ``partition``: the sharded model.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -126,19 +125,19 @@ class ShardedOptimizer:
         return self.inner.state
 
     def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
-        """Return the state of a fragment that the wrapped optimizer itself holds; empty without one, or if a tier keeps
-        the states."""
+        """Return the state, by kind, of the fragment ``owned`` that the wrapped optimizer itself holds; empty without
+        one, or if a tier keeps the states."""
         return self._states.state_of(owned)
 
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
-        """Set the state of a fragment that the wrapped optimizer, not a tier, holds; None removes it. The next step
-        waits for its norm."""
+        """Set the state of the fragment ``owned`` that the wrapped optimizer, not a tier, holds to ``state``; None
+        removes it. On an accelerator the host waits for the norm of the next step."""
         self._states.replace_state(owned, state)
         self._guard.forget()
 
     def number_devices(self) -> dict[str, torch.device]:
-        """Return, by name of each parameter with a fragment here, the device for numbers in its state (``step``); see
-        `number_device`."""
+        """Return, by name of each parameter with a fragment on this rank, the device of the numbers in its state, as
+        ``step``; see `number_device`."""
         listed = zip(self.inner.param_groups, self._listed, strict=True)
         return {p.name: number_device(group, p.owned) for group, all_ in listed for p in all_ if p.owned is not None}
 
@@ -146,11 +145,11 @@ class ShardedOptimizer:
         """End a running backward pass, agree with all ranks on the gradients and their norm, clip, update the weights
         and publish them; return the norm and whether the step was taken. Collective.
 
-        The step is skipped if the norm is not finite and there is a loss scale or ``skip_non_finite``. Else raises
-        `NonFiniteGradientError` on every rank then, naming the first parameter; on an accelerator the next step may be
-        the one that raises ([Note: norms on accelerators] in agreed_gradients.py). The gradients are forgotten in each
-        of these cases. Raises `PartitionError` for what ranks or user code have changed in ways that cannot be stepped
-        with, before any weight changes.
+        If the norm is not finite, the step is skipped where there is a loss scale or ``skip_non_finite``; else
+        `NonFiniteGradientError`, which names the first parameter, is raised on every rank. On an accelerator the next
+        step may be the one that raises ([Note: norms on accelerators] in agreed_gradients.py). The gradients are
+        forgotten in each of these cases. Raises `PartitionError`, before any weight changes, if ranks or user code have
+        changed something with which no step can be taken.
         """
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
@@ -192,7 +191,8 @@ class ShardedOptimizer:
         return StepResult(square, scale, raised)
 
     def _announce_scale(self) -> None:
-        """Tell the tier, if there is one, the factor of the next step's gradients, in case that it does not clip."""
+        """Tell the tier, if there is one, the factor by which it multiplies the next step's gradients unless that step
+        clips: one over the loss scale."""
         if self._partition.states is not None:
             self._partition.states.expect(1.0 / self.loss_scale.scale)
 
@@ -204,21 +204,24 @@ class ShardedOptimizer:
         self._gradients.learn_deferred()
 
     def _update_weights(self, agreed: AgreedGradients, factor: Factor) -> Exception | None:
-        """Wait for readers of the weights, update these with gradients times ``factor``, and publish them; return an
-        exception of a post-hook, else None. A pre-hook that raises on any rank ends the step on all, before anything
-        is written. Version counters of the updated parameters grow. Collective."""
+        """Wait for readers of the weights, update the weights with gradients times ``factor``, and publish them. Return
+        the exception of a step post-hook of the user's, None without one. Collective.
+
+        A pre-hook that raises on any rank ends the step on all, before anything is written. Version counters of the
+        updated parameters grow.
+        """
         runtime = self._partition.runtime
         raised: list[Exception | None] = []
         self._partition.readers.wait()
         with contextlib.ExitStack() as writing:
 
             def step(begin: Callable[[], None] | None = None) -> None:
-                """Run the optimizer's step with its hooks, and ``begin``, if given, before its arithmetic; keep a
-                post-hook's exception in ``raised``. Collective where some rank has pre-hooks."""
+                """Run the optimizer's step with its hooks, and ``begin``, if given, before its arithmetic; append a
+                post-hook's exception, or None, to ``raised``. Collective where some rank has pre-hooks."""
 
                 def begin_writing() -> None:
-                    """Begin the part of the step that writes weights: meet the other ranks if any has pre-hooks
-                    (collective), so that all have run, mark the writing, and call ``begin``."""
+                    """Meet the other ranks if any has pre-hooks, so that all pre-hooks have run (collective then), mark
+                    that weights are being written, and call ``begin`` if it is given."""
                     if agreed.hooked:
                         runtime.agree("step hooks", "", None)
                     writing.enter_context(runtime.writing("the step"))
@@ -237,8 +240,8 @@ class ShardedOptimizer:
         return raised[0]
 
     def synchronise(self) -> bool:
-        """Make weights equal on all ranks if the optimizer let ranks step alone; return whether they changed.
-        Collective."""
+        """Make weights equal on all ranks if the optimizer let ranks take steps alone; return whether weights were
+        changed. Collective."""
         if not isinstance(self.inner, AveragingOptimizer):
             return False
         with self._tensors.unguarded():
@@ -261,7 +264,9 @@ class ShardedOptimizer:
         self._partition.runtime.user_gradients.refresh()
 
     def _step_inner(self, begin: Callable[[], None], touched: Touched) -> Exception | None:
-        """Run the wrapped optimizer's step, ``begin`` before its arithmetic; return a post-hook's exception or None."""
+        """Run the wrapped optimizer's step with its hooks, calling ``begin`` before its arithmetic; return the
+        exception of a post-hook, None without one. ``touched``: by unit index, for each parameter, whether any rank had
+        a gradient."""
         self._stepping = True
         try:
             return self._tensors.step(begin, [] if self._partition.states else list(self._updated_elsewhere(touched)))
@@ -269,8 +274,8 @@ class ShardedOptimizer:
             self._stepping = False
 
     def _updated_elsewhere(self, touched: Touched) -> Iterator[nn.Parameter]:
-        """Yield the tensors of ``touched`` parameters, those with a gradient on any rank, that have no fragment on this
-        rank."""
+        """Yield the tensors, in the param groups, of parameters that have a gradient on any rank (``touched``, by unit
+        index a flag per parameter) but no fragment on this rank."""
         for parameter in chain.from_iterable(self._listed):
             if parameter.owned is None and (place := self._places.get(parameter.name)) is not None:
                 index, number = place
@@ -278,8 +283,8 @@ class ShardedOptimizer:
                     yield parameter.tensor
 
     def _refuse_direct_step(self, *_: Any) -> None:
-        """Raise `PartitionError` for a step that the engine did not start: a step pre-hook of the wrapped optimizer.
-        Also raises after the engine was destroyed, as the fragments are not the model's any more."""
+        """Raise `PartitionError` for a step that the engine did not start: a step pre-hook of the wrapped optimizer. It
+        also raises after the engine was destroyed, as the fragments are not the model's any more."""
         if self._stepping:
             return
         tensors = (owned.tensor for owned in self.fragments)
@@ -294,8 +299,8 @@ class ShardedOptimizer:
         )
 
     def _guard_tensors(self, own_hook: RemovableHandle) -> OptimizerTensors:
-        """Guard the tensors of the param groups, so that what user code does to them takes effect or is refused, until
-        the engine closes; return the guard. ``own_hook``: handle of this class's own step pre-hook."""
+        """Guard the tensors of the param groups until the engine closes, so that what user code does to them takes
+        effect or is refused; return the guard. ``own_hook``: handle of this class's own step pre-hook."""
         partition, runtime = self._partition, self._partition.runtime
         listed = list(chain.from_iterable(self._listed))
 
@@ -327,13 +332,14 @@ class ShardedOptimizer:
         return tensors
 
     def _name_in_model(self, parameter: nn.Parameter) -> str:
-        """Return the name of a parameter that a unit of the partition holds; "" for any other tensor."""
+        """Return the name of ``parameter`` if a unit of the partition holds it; "" for any other tensor."""
         found = self._partition.find(parameter)
         return "" if found is None else found[0].names[found[1]]
 
     def _exchange_parameters(self, optimizer: Optimizer) -> None:
-        """Replace the model's parameters in the param groups by this rank's fragments, with their share of states that
-        the optimizer has already, and fill `fragments`; an empty tensor stands for a parameter without one here."""
+        """Replace the model's parameters in the param groups of ``optimizer`` by this rank's fragments, with their part
+        of the states that the optimizer has already, and fill `fragments`. An empty tensor stands for a parameter
+        without a fragment here."""
         old_state = dict(optimizer.state)
         optimizer.state.clear()
         seen: set[int] = set()
@@ -351,7 +357,8 @@ class ShardedOptimizer:
             self.fragments.extend(parameter.owned for parameter in listed if parameter.owned is not None)
 
     def _empty_like(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return an empty tensor for the param groups in place of a parameter without a fragment on this rank."""
+        """Return an empty tensor that stands in the param groups for ``parameter``, of which this rank has no fragment,
+        in the dtype in which fragments of it are updated."""
         found = self._partition.find(parameter)
         dtype = parameter.dtype if found is None else update_dtype(found[0].plan, self._partition.options.policy)
         empty = torch.empty(0, dtype=dtype, device=self._partition.device)
@@ -360,9 +367,12 @@ class ShardedOptimizer:
     def _make_fragment(
         self, parameter: nn.Parameter, group: int, position: int, seen: set[int]
     ) -> tuple[str, OwnedFragment | None]:
-        """Return the name of a parameter of the param groups, and this rank's fragment of it; None for no fragment. A
-        frozen or empty parameter of no unit is named by its place, ``group`` and ``position``. ``seen``: ids of those
-        before it, to which it is added. Raises `PartitionError` for duplicate and foreign parameters."""
+        """Return the name of ``parameter``, which stands at ``position`` in the param group ``group`` (an index), and
+        this rank's fragment of it; None for no fragment. A frozen or empty parameter of no unit is named by its place.
+
+        ``seen``: the `id` of each parameter before it, to which its own is added. Raises `PartitionError` for a
+        duplicate or foreign parameter.
+        """
         where = f"param_groups[{group}]['params'][{position}]"
         if id(parameter) in seen:
             raise PartitionError(
@@ -388,9 +398,12 @@ class ShardedOptimizer:
 
 
 def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
-    """Return whether ``optimizer`` needs full parameters; True without a look at it at stage 0, where it gets them, if
-    there are no virtual ranks and ``parts`` (tensor parallelism) splits none. Raises `PartitionError` for one that
-    would compute something else on a part of the model than on all of it."""
+    """Return whether ``optimizer`` has to get full parameters. At stage 0 every one gets them, without a look at it, if
+    there are no virtual ranks and ``parts`` (tensor parallelism) splits no parameter.
+
+    Raises `PartitionError` for an optimizer that would compute something else on a part of the model than on the full
+    one.
+    """
     split = [
         n
         for unit in partition.units

@@ -1,4 +1,7 @@
-"""Make ``state`` and state dicts of the user's optimizer work with fragments, and with states on a tier."""
+"""Make ``state`` and state dicts of the user's optimizer work with fragments, and with states on a tier.
+
+The state of a fragment is a dict from kind ("exp_avg", "step") to value; ``state`` has it by the fragment's tensor.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,8 @@ class OptimizerStates:
     does. ``name_of``: returns the name of a parameter of the model, "" for anything else. ``await_readers``: waits
     until states may be used. ``tell``: publishes why this rank fails, for ranks that wait for it. `load_state_dict`
     accepts the `state_dict` of this optimizer on this rank, and that of plain torch for the full parameters in the same
-    order (as at stage 0), of which every rank keeps its part. Anything else is refused by name. Weights and masters are
-    not touched. Nothing communicates.
+    order (as at stage 0), of which every rank keeps its part. It refuses anything else with a `PartitionError`. Weights
+    and masters are not touched. Nothing communicates.
     """
 
     def __init__(
@@ -119,8 +122,8 @@ class OptimizerStates:
             self._optimizer.state = defaultdict(dict)
 
     def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
-        """Return the state of a fragment that the optimizer itself holds, its tensors in the same memory; empty without
-        one, or if a tier keeps the states."""
+        """Return the state of the fragment ``owned`` that the optimizer itself holds, with plain tensors in the states'
+        memory; empty without one, or if a tier keeps the states."""
         if self._tier is not None:
             return {}
         states = self._optimizer.state
@@ -128,7 +131,8 @@ class OptimizerStates:
         return _plain_state(kept) if kept else {}
 
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
-        """Set the state of a fragment that the optimizer itself holds; None removes it, if there is one."""
+        """Set the state of the fragment ``owned`` that the optimizer itself holds to ``state``; None removes it, if
+        there is one."""
         states: Any = self._optimizer.state
         if state is not None:
             states[owned.tensor] = state
@@ -136,21 +140,21 @@ class OptimizerStates:
             del states[owned.tensor]
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` before code next reads states that the optimizer holds, and again at the first read after each
-        state dict or new mapping, until `unwatch`."""
+        """Have ``read`` called before code next reads states that the optimizer holds, and again at the first read
+        after each state dict or new mapping, until `unwatch`."""
         self._read = read
         if self._held is not None:
             self._held.watch(read)
 
     def unwatch(self) -> None:
-        """Stop calling the function that `watch` was given; do nothing if none is watching."""
+        """Stop calling the function that `watch` was given; do nothing without one."""
         self._read = None
         if self._held is not None:
             self._held.unwatch()
 
     def list_all(self) -> Iterable[tuple[Any, Any]]:
-        """Add a `StateElsewhere` for every trained parameter without a fragment here, so that all ranks see the same
-        keys, sort the entries as the param groups are, and return `entries`; add nothing if there are none yet."""
+        """Return `entries`, sorted as the param groups are, after adding a `StateElsewhere` for every trained parameter
+        without a fragment here, so that all ranks see the same keys. Adds nothing if there are no entries yet."""
         held = self._held
         if held:
             known = dict(dict.items(held))
@@ -164,13 +168,14 @@ class OptimizerStates:
         return self.entries()
 
     def _step_of_any(self) -> Any:
-        """Return a copy of ``step`` of any state on this rank, usually a tensor; 0 if none has one."""
+        """Return a copy of the value ``step`` of the first state on this rank that has one, usually a tensor; a tensor
+        0 if none has."""
         counted = (kept["step"] for _, kept in self.entries() if isinstance(kept, dict) and "step" in kept)
         return copy.deepcopy(next(counted, torch.zeros(())))
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
-        """Return (tensor, state by kind) for each fragment whose state the optimizer itself holds; empty if a tier
-        does."""
+        """Return (tensor, state) for each fragment whose state the optimizer itself holds; empty if a tier keeps
+        them."""
         return () if self._held is None else dict.items(self._held)
 
     def _unwatch_for_state_dict(self, _optimizer: Optimizer) -> None:
@@ -180,8 +185,8 @@ class OptimizerStates:
             self._held.unwatch()
 
     def _move_to_tier(self, entries: Mapping[Any, Any], tier: StateTier) -> None:
-        """Replace the tier's states by those in ``entries`` (by tensor, a state by kind); fragments without an entry
-        start again from nothing, and a state without ``step`` gets 1. Waits for readers if any state changes."""
+        """Replace the states on ``tier`` by those in ``entries`` (by tensor). Fragments without an entry lose their
+        state, and a state without ``step`` gets 1. Waits for readers if any state changes."""
         fresh: dict[str, dict[str, Any]] = {}
         again: list[str] = []
         for owned in self._fragments():
@@ -207,7 +212,7 @@ class OptimizerStates:
 
     def _complete_state_dict(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         """Return ``state_dict`` with the ranges of its fragments and the tier's moments, and watch reads again: a
-        post-hook of `state_dict`.
+        post-hook of the optimizer's `state_dict`.
 
         Entries of parameters that other ranks update are removed, as torch's optimizers would miss ``step`` in them.
         8-bit moments are left out, as torch's format has no room for their scales.
@@ -232,10 +237,10 @@ class OptimizerStates:
         return {**state_dict, "state": state}
 
     def _shard_state_dict(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict | None:
-        """Return ``state_dict`` with this rank's part of full states; None if its states are of fragments already.
+        """Return ``state_dict``, if it has full states, with this rank's part of them; None (take it as it is) if its
+        states are of fragments already. A pre-hook of the optimizer's `load_state_dict`.
 
-        A pre-hook of `load_state_dict`. Raises `PartitionError` if it does not fit the optimizer; nothing is changed
-        then.
+        Raises `PartitionError`, changing nothing, if ``state_dict`` does not fit the optimizer.
         """
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         states = {number: _plain_state(state) for number, state in state_dict["state"].items()}
@@ -257,14 +262,13 @@ class OptimizerStates:
         return {**state_dict, "state": sharded}
 
     def _ranges(self) -> dict[str, list[int]]:
-        """Return, by parameter name, the range [first, end) of its elements that this rank updates, as a list of
-        both."""
+        """Return, by parameter name, the range of its elements that this rank updates: [first element, end]."""
         fragments = [owned.fragment for owned in self._fragments()]
         return {f.entry.name: [f.param_offset, f.param_offset + f.length] for f in fragments}
 
     def _check_fragments(self, saved: dict[str, list[int]] | None) -> None:
-        """Raise `PartitionError` if ``saved``, the ranges in a state dict (by parameter name, [first, end) of its
-        elements), are not this rank's; None, for full states, passes."""
+        """Raise `PartitionError` if ``saved``, the ranges in a state dict (as of `_ranges`), are not this rank's. None,
+        which stands for full states, passes."""
         here = self._ranges()
         if saved is None or saved == here:
             return
@@ -277,8 +281,9 @@ class OptimizerStates:
         )
 
     def _refuse_left_out(self, states: Mapping[Any, Any]) -> None:
-        """Raise `PartitionError` if ``states``, by number of the parameter, are empty and the tier has 8-bit moments,
-        which are left out of state dicts and would be reset."""
+        """Raise `PartitionError` if a state dict without any states is loaded while the tier has 8-bit moments, which
+        state dicts leave out and loading would reset. ``states``: those of the state dict, by number of the
+        parameter."""
         if self._tier is None or states:
             return
         for owned in self._fragments():
@@ -291,17 +296,18 @@ class OptimizerStates:
 
 
 def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned: OwnedFragment) -> dict[str, Any]:
-    """Return the part of ``state``, a full parameter's optimizer state by kind, that belongs to the fragment ``owned``.
+    """Return the part of ``state``, the state of a full parameter, that belongs to the fragment ``owned``. Tensors of
+    the parameter's ``shape`` are sliced, also in lists and tuples, others copied.
 
-    Tensors of the parameter's ``shape`` are sliced, also in lists and tuples, others copied. ``name``: the parameter's.
-    Raises `PartitionError` for a tensor of another shape unless the fragment is the full parameter.
+    ``name``: the parameter's. Raises `PartitionError` for a tensor of another shape unless the fragment is the full
+    parameter.
     """
     start, end = owned.fragment.param_offset, owned.fragment.param_offset + owned.fragment.length
     whole = owned.fragment.length == shape.numel()
 
     def part_of(key: str, value: Any) -> Any:
-        """Return a copy of this rank's fragment of a full-shape tensor, in lists and tuples too, and of other values as
-        they are; ``key``: of the value, for the error."""
+        """Return a copy of ``value`` with each tensor of the parameter's shape, in lists and tuples too, replaced by
+        this rank's fragment of it. ``key``: names the value in the error."""
         if isinstance(value, (list, tuple)):
             return type(value)(part_of(f"{key}[{number}]", one) for number, one in enumerate(value))
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
@@ -318,30 +324,28 @@ def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned:
 
 
 def number_device(group: Mapping[str, Any], owned: OwnedFragment) -> torch.device:
-    """Return the device on which an optimizer keeps numbers of a fragment's state, ``step`` for example.
-
-    It is the fragment's where the param group ``group`` says fused or capturable, as in torch's `load_state_dict`, else
-    the CPU.
-    """
+    """Return the device on which an optimizer keeps numbers of the state of the fragment ``owned``, ``step`` for
+    example: the fragment's where the param ``group`` says fused or capturable, as in torch's `load_state_dict`, else
+    the CPU."""
     return owned.tensor.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def moved_state(state: dict[str, Any], group: Mapping[str, Any], owned: OwnedFragment) -> dict[str, Any]:
-    """Return a fragment's state with its tensors on the fragment's device, and numbers (0-D) where `number_device`
-    says; ``state`` itself for a fragment on the CPU."""
+    """Return ``state`` of the fragment ``owned``, in the param ``group``, with its tensors on the fragment's device,
+    and numbers (0-D) where `number_device` says; ``state`` itself for a fragment on the CPU."""
     if owned.tensor.device.type == "cpu":
         return state
     numbers = number_device(group, owned)
 
     def moved(value: torch.Tensor) -> torch.Tensor:
-        """Return a state tensor on the parameter's device, a 0-dim one on that of the numbers."""
+        """Return ``value`` on the fragment's device, or, if it is 0-D, on that of the numbers."""
         return value.to(owned.tensor.device if value.dim() else numbers)
 
     return cast(dict[str, Any], tree_map_only(torch.Tensor, moved, state))
 
 
 def _plain_state(state: Any) -> Any:
-    """Return ``state``, by kind, with plain tensors of the same memory instead of guarded ones; itself if it has
+    """Return ``state`` with plain tensors of the same memory in place of guarded ones; ``state`` itself if it has
     none."""
     if isinstance(state, dict) and _UNGUARDED.issuperset(map(type, state.values())):
         return state
@@ -349,12 +353,14 @@ def _plain_state(state: Any) -> Any:
 
 
 def _described(elements: list[int] | None) -> str:
-    """Return a range [first, end) of elements in words, for errors; "nothing" for None."""
+    """Return words, for an error, about the range ``elements`` = [first element, end): "elements 0 to 7"; "nothing" for
+    None."""
     return "nothing" if elements is None else f"elements {elements[0]} to {elements[1] - 1}"
 
 
 def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
-    """Return whether the tensors in ``state``, except 0-D ones, have the shape of this rank's fragment.
+    """Return whether the tensors in ``state``, except 0-D ones, have the shape of this rank's fragment of
+    ``parameter``.
 
     If the fragment is the full parameter, tensors of any other number of elements fit too, as optimizers may keep such.
     """
