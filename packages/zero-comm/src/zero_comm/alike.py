@@ -41,7 +41,7 @@ class AlikeStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add ``amount``, once per rank, to the counter ``key`` (0 before the first addition), and return its new
-        value. Counters and values have separate keys."""
+        value. Counters are kept apart from the values of `set`."""
         self._counts[key] = self._counts.get(key, 0) + amount * self._world_size
         return self._counts[key]
 
@@ -62,7 +62,7 @@ class AlikeStore(Store):
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all ``keys`` have a value. Counters do not count."""
+        """Return whether all ``keys`` have a value. A counter of `add` is no value."""
         return all(key in self._values for key in keys)
 
     def delete_key(self, key: str) -> bool:

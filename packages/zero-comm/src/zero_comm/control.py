@@ -1,8 +1,8 @@
 """Small messages by which the ranks agree, and by which a rank that fails tells the others why.
 
 The store is torch's key-value store, through which process groups are made; it works also when a group is broken. The
-watch is a thread of each rank (`watch.py`) that logs whom its rank waits for, and ends a wait that would never end: it
-gives up.
+watch is a thread of each rank (`watch.py`) that logs whom its rank waits for. It gives up where a wait would never end:
+it stores the reason and cuts its rank's connections, so that every rank raises.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from .work import Work
 
 
 class FeedbackAverage:
-    """Averages tensors of ``numel`` elements over ``group`` with error feedback (arXiv 2102.02888, section 4.3).
+    """Averages tensors of ``numel`` elements over the N ranks of ``group`` with error feedback (arXiv 2102.02888,
+    section 4.3).
 
     Every rank is a worker and a server. As a worker it adds the encoding error of its last messages to its tensor and
     sends slice r of the sum, encoded by ``codec``, to rank r. As a server it averages the slices that it receives, adds
@@ -19,7 +20,7 @@ class FeedbackAverage:
     and even one bit per element converges. ``device``: of the tensors.
 
     Attributes:
-        worker_error: encoding error of this rank's last messages, float32 of N*s elements (see `slice_numel`).
+        worker_error: encoding error of this rank's last messages, float32 of N*s elements (s: see `slice_numel`).
         server_error: encoding error of this rank's last answer, float32 of s elements.
     """
 

@@ -24,7 +24,7 @@ class Closable(Protocol):
 
 def destroy_group(process_group: dist.ProcessGroup, process: int | None = None) -> None:
     """Destroy ``process_group``; do nothing if the script has destroyed all groups already, or in a process that was
-    forked from the group's. ``process``: the group's process, by id; default this one."""
+    forked from the group's own. ``process``: the id of the process that opened the group; None for this one."""
     if process not in (None, os.getpid()):
         return
     keep_where_forked().add(process_group)

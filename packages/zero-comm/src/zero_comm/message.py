@@ -31,8 +31,8 @@ class Message:
     announced: int = 0
 
     def __str__(self) -> str:
-        """Return the call in words, for errors and logs: "step 'x' in step 3 after 4 micro-batches", that is kind,
-        name, step, and the micro-batches that the rank has counted."""
+        """Return the call in words, for errors and logs: kind, name, step, and the micro-batches that the rank has
+        counted, as "gathered 'layers.0' in step 3 after 4 micro-batches"."""
         after = f" after {self.micro_batches} micro-batches" if self.micro_batches else ""
         return f"{self.kind} '{self.name}'{in_step(self.step)}{after}"
 

@@ -17,8 +17,8 @@ class Codec(Protocol):
     """
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(payload, scales)`` on ``x``'s device: uint8 of `payload_nbytes` bytes, float32 of `scales_numel`
-        elements. Called for each slice that this rank sends."""
+        """Return ``(payload, scales)`` of ``x`` (1-D, floating) on its device: uint8 of `payload_nbytes` bytes, float32
+        of `scales_numel` elements. Called for each slice that this rank sends."""
 
     def decode(self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values that ``payload`` and ``scales`` (as of `encode`) stand for into ``out`` (1-D, any floating

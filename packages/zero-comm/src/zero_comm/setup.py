@@ -55,9 +55,9 @@ def await_connections() -> None:
 
 
 def default_device(device: torch.device | None = None) -> torch.device:
-    """Return this rank's compute device: the accelerator with the index of its local rank (modulo their number), or the
-    CPU on a machine without accelerators. ``device``: returned as it is, but an accelerator gets its missing index.
-    Raises ValueError as `discover` does."""
+    """Return this rank's compute device: the accelerator whose index is this rank's local rank (modulo the number of
+    accelerators), or the CPU on a machine without accelerators. ``device``, if given, is returned instead; an
+    accelerator without an index gets this one. Raises ValueError as `discover` does."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         device = torch.device("cpu" if kind is None else kind.type)

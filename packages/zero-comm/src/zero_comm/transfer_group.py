@@ -110,8 +110,8 @@ class TransferGroup:
             raise PeerError(f"the sender of weights has not said how it sends: {error}") from error
 
     def abort(self) -> None:
-        """Cut the connections, so that no rank waits in a transfer, here or there; from any thread, before `close`.
-        Only `close` may follow."""
+        """Cut the group's connections, so that no rank, of either program, waits in a transfer. May be called by any
+        thread, before `close`; only `close` may follow."""
         self._connections.sever()
         group = self._group
         if group is not None and self.device.type != "cpu":

@@ -21,10 +21,10 @@ _BYTES_ACKED, _TCP_INFO_BYTES = 120, 136
 
 @dataclass(frozen=True)
 class Process:
-    """A process, for others on its host.
+    """A process, as others on its host identify it.
 
-    ``place``: the boot of the host and the space of its pids. ``started``: when, as the kernel writes it; it tells the
-    process from a later one with its pid.
+    ``place``: the boot of the host and the namespace of its process ids. ``started``: when, as the kernel writes it; it
+    tells the process from a later one with its pid.
     """
 
     place: str

@@ -24,7 +24,8 @@ class WeightServer(Protocol):
     every rank of the server is done."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> object:
-        """Have every rank of the server join the process group that ``init_info`` describes."""
+        """Have every rank of the server join the process group that ``init_info`` describes (see
+        `WeightReceiver.init_weight_transfer_engine`)."""
 
     def start_weight_update(self) -> object:
         """Have every rank of the server prepare for new weights."""
@@ -58,7 +59,8 @@ class WeightServerClient:
         self._timeout = timeout
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:
-        """Have every rank of the server join the process group that ``init_info`` describes."""
+        """Have every rank of the server join the process group that ``init_info`` describes (see
+        `WeightReceiver.init_weight_transfer_engine`)."""
         self._post("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:

@@ -90,9 +90,10 @@ class Work:
         count the seconds in the ledger. Does nothing when it has returned before.
 
         Raises `PeerError` when the transport reports that a rank is gone, or after ``patience`` (None: the group's own
-        timeout). The group is then unusable, and another `wait` raises the same error at once: gloo would block for
-        ever when asked twice for one message. So does what ``finish`` or ``advance`` raises, KeyboardInterrupt too;
-        ``patience`` does not reach the waits that are inside them (several hops, a codec).
+        timeout), and whatever ``finish`` or ``advance`` raises, KeyboardInterrupt too. Another `wait` then raises the
+        same exception at once. After `PeerError` the group is unusable: gloo would block for ever when asked twice for
+        one message. ``patience`` does not reach the waits that are inside ``finish`` and ``advance`` (several hops, a
+        codec).
         """
         if self._failure is not None:
             raise self._failure
@@ -121,7 +122,8 @@ class Work:
         self._buffers = ()
 
     def _compute(self, computation: Callable[[], None]) -> None:
-        """Run ``computation``, which is ``finish`` or ``advance``. Raises what it raises, as later waits then do."""
+        """Run ``computation``, which is ``finish`` or ``advance``. What it raises is raised here, and by later
+        waits."""
         try:
             computation()
         except BaseException as failure:

@@ -46,10 +46,10 @@ def base_weights(model: nn.Module) -> list[NamedWeight]:
     """Return the weights of ``model`` under their names in the model inside its adapters, each parameter once, under
     its first name, in the order of the modules.
 
-    A weight's ``layers`` are those whose adapters are active and not merged yet (see `merged_values`). Where PEFT
-    trains a copy of a module (``modules_to_save``), the active copy has the weights. Raises `PartitionError`, which
-    names the parameter or layer, for a parameter of an adapter that is no change of a layer (prompt tuning), where two
-    layers adapt one tied parameter, and for a layer with adapters inside another one.
+    The ``layers`` of a weight are those whose adapters are active and not merged yet (`merged_values` merges them).
+    Where PEFT trains a copy of a module (``modules_to_save``), the active copy has the weights. Raises
+    `PartitionError`, which names the parameter or layer, for a parameter of an adapter that is no change of a layer
+    (prompt tuning), where two layers adapt one tied parameter, and for a layer with adapters inside another one.
     """
     base = _base_of(model)
     found: dict[int, NamedWeight] = {}

@@ -1,7 +1,8 @@
 """Agree on a step's gradients: the global norm, the parameters that had one, the first that is not finite.
 
 A rank's sum of squares is that of the gradients in its shards; the global norm is the root of the global sum. A step
-whose norm the host does not wait for is a deferred one.
+whose norm the host does not wait for is a deferred one. Virtual ranks make results the same at any number of ranks
+([Note: virtual ranks] in leaves.py).
 """
 
 from __future__ import annotations
@@ -319,8 +320,8 @@ class GradientAgreement:
                 placeholders.verify_values()
 
     def refuse_incomplete(self) -> None:
-        """Raise `PartitionError` if the step under virtual ranks (see leaves.py) has gradients of some of its
-        micro-batches and not of all. Do nothing without virtual ranks.
+        """Raise `PartitionError` if the step, under virtual ranks, has gradients of some of its micro-batches and not
+        of all. Do nothing without virtual ranks.
 
         Every rank raises, as all have had the same number of micro-batches.
         """

@@ -41,7 +41,8 @@ def external_parameters(module: nn.Module) -> list[nn.Parameter]:
 def set_leaf_modules(
     model: nn.Module, chosen: Iterable[type[nn.Module] | str], *, leaf: bool = True
 ) -> list[nn.Module]:
-    """Mark modules as leaves: each is gathered together with all its children, however large, and return them.
+    """Mark modules as leaves, each of which is gathered together with all its children, however large; return the
+    marked modules.
 
     For modules that choose at run time which children to run. ``chosen``: classes, names of classes (with or without
     their package) or names of modules in ``model``. ``leaf``: False marks them as no leaves, even where `leaf_marker`

@@ -18,7 +18,8 @@ def leave_memory(flat: torch.Tensor) -> None:
 
 
 def is_left_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is in memory that a closed engine has left; objects of that engine may share it."""
+    """Return whether ``tensor`` is in memory that a closed engine has left to its parameters (`leave_memory`); other
+    objects of that engine may have tensors in it."""
     return hasattr(tensor.untyped_storage(), _LEFT)
 
 

@@ -108,10 +108,10 @@ class FullWeights:
         Each unit is gathered once, and is released before the next one is. A bucket's tensors are valid until the next
         one is asked for: all buckets of a pass are in one piece of memory. Memory: the largest bucket and the largest
         unit; with adapters also the units of the adapters under way, a weight's copy and its change. Collective: every
-        rank iterates with the same arguments, to the end or to the same bucket. When one stops earlier, the others
-        raise `PartitionError` and it warns. Raises `PartitionError` at once for a bound below 1; while iterating,
-        inside a forward or backward pass, when ranks have other weights, and when weights have changed between two
-        buckets: by a step, `set_full_parameter`, `gathered` with a modifier rank, or a checkpoint.
+        rank iterates with the same arguments, to the end or to the same bucket. When one rank stops earlier, the others
+        raise `PartitionError`, and that rank warns. Raises `PartitionError` at once for a bound below 1; while
+        iterating, inside a forward or backward pass, when ranks have other weights, and when weights have changed
+        between two buckets: by a step, `set_full_parameter`, `gathered` with a modifier rank, or a checkpoint.
         """
         return self._checked(bucket_bytes)
 

@@ -1,4 +1,8 @@
-"""The blocks `gathered` and `gathered_anywhere`, in which the user reads and edits full parameters outside a pass."""
+"""The blocks `gathered` and `gathered_anywhere`, in which the user reads and edits full parameters outside a pass.
+
+A data rank is a rank's number among the ranks of all replicas of the model. A modifier rank is the one whose values all
+ranks take over at the end of a block.
+"""
 
 from __future__ import annotations
 
@@ -90,11 +94,11 @@ def gathered(
 def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank: int | None = None) -> Iterator[None]:
     """Gather parameters of any engine, and of models built inside `Init` that no engine owns yet, for the block.
 
-    ``parameters``: one or an iterable, in which other objects are ignored. ``modifier_rank``: the rank whose values
-    become every rank's at exit. Without it, changes to an engine's parameters are kept if every rank has made the same,
-    else refused later, and changes to parameters that no engine owns are dropped if they were sharded before the block.
-    Collective: in the same order on every rank. Raises as `gathered` does; without an engine also `DesyncError` where
-    ranks give other parameters in an open `Init`, and `ReleasedParameterError`.
+    ``parameters``: one or an iterable, in which other objects are ignored. ``modifier_rank``: the data rank whose
+    values become every rank's at exit. Without it, changes to an engine's parameters are kept if every rank has made
+    the same, else refused later, and changes to parameters that no engine owns are dropped if they were sharded before
+    the block. Collective: in the same order on every rank. Raises as `gathered` does; without an engine also
+    `DesyncError` where ranks give other parameters in an open `Init`, and `ReleasedParameterError`.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     found = {r.number: r for p in given if (r := sharded_record(p)) is not None}

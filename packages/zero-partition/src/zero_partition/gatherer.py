@@ -1,7 +1,8 @@
 """Gathering and releasing units: prefetching within the agreed order, and when a unit is released.
 
-The running pass is a forward or backward pass; its order is the order of gathers that the ranks have agreed on
-(`OrderedGathers`). To issue a gather is to start it.
+The running pass is a forward or backward pass; a key names passes that use units in the same order. The order of a pass
+is that of its gathers, on which the ranks have agreed (`OrderedGathers`). To issue a gather is to start it. A
+releasable unit is one that may be released, where parameters are sharded; a pinned unit stays gathered for the user.
 """
 
 from __future__ import annotations

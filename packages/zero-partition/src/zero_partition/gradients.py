@@ -322,8 +322,8 @@ class UnitGradients:
         return found
 
     def gather_full(self, step: int) -> Work | None:
-        """Start the all-gather that gives every rank the full averaged gradient (stage 0), and return it for the caller
-        to wait.
+        """Start the all-gather that gives every rank the full averaged gradient (stage 0), and return the work to wait
+        for.
 
         Call it once, after the last reduction before the step, on every rank. None if there is nothing to gather: from
         stage 1 on, without a reduction, or where each rank keeps its own gradients. ``step``: number for the tag.

@@ -62,8 +62,8 @@ class AddParamGroup:
 
 
 def check_groups(optimizer: Optimizer, expected: Sequence[Sequence[ListedParameter]]) -> None:
-    """Raise `PartitionError`, naming what was moved, removed or added, unless each of the optimizer's groups holds the
-    ``expected`` tensors, in their order; ``expected``: by group, its parameters."""
+    """Raise `PartitionError` unless each of the optimizer's param groups holds the ``expected`` tensors in their order;
+    the error names what was moved, removed or added. ``expected``: by group, its parameters."""
     groups = optimizer.param_groups
     if len(groups) == len(expected) and all(map(_holds, groups, expected)):
         return
@@ -81,8 +81,8 @@ def _holds(group: Mapping[str, Any], expected: Sequence[ListedParameter]) -> boo
 
 
 def _change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[ListedParameter]]) -> str:
-    """Return, in words for an error, the first difference between param groups and what they are ``expected`` to hold
-    (by group, its parameters); there has to be one."""
+    """Return, in words for an error, the first difference between the param ``groups`` and what they should hold, which
+    must exist. ``expected``: by group, its parameters."""
     homes = {id(p.tensor): (number, p.name) for number, listed in enumerate(expected) for p in listed}
     seen: dict[int, int] = {}
     for number, group in enumerate(groups):

@@ -35,8 +35,8 @@ class Hints:
         self._given: set[str] = set()
 
     def stepped(self, step: int, touched: Mapping[int, Sequence[bool]]) -> None:
-        """Warn that optimizer step ``step`` changes nothing if no parameter has a gradient; ``touched``: by unit index,
-        for each parameter, whether any rank has one."""
+        """Warn, if no parameter has a gradient, that optimizer step ``step`` changes nothing. ``touched``: by unit
+        index, for each parameter, whether any rank has a gradient."""
         if not any(map(any, touched.values())):
             self._warn(
                 "step",

@@ -1,4 +1,8 @@
-"""The runtime's hooks on the user's modules and parameters, all by torch's public hooks; nothing is patched."""
+"""The runtime's hooks on the user's modules and parameters, all by torch's public hooks; nothing is patched.
+
+The members of a unit are the modules whose forward uses it (`UnitPlan.members`). A releasable unit is one that may be
+released, where parameters are sharded.
+"""
 
 from __future__ import annotations
 
@@ -304,7 +308,8 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the hook with the arguments that torch gives it; in the cases of `in_graph` only return None."""
+        """Call the hook's ``call`` with the arguments that torch gives, and return its result; None, without a call,
+        while torch.compile traces the module inside a compiled region (`in_graph`)."""
         if self.in_graph and torch.compiler.is_compiling():
             return None
         return self._call(*args, **kwargs)
@@ -390,8 +395,9 @@ def _uses_unit(name: str, module: nn.Module, unit: Unit) -> bool:
 
 
 def surroundings(units: Sequence[Unit]) -> str:
-    """Return, in words, what runs around the caller and rules out gathering ``units`` there: a transform of torch.func,
-    a trace by torch.jit, or a fake mode (`torch.export`) around a model that is not fake itself; "" if nothing does."""
+    """Return, in words, what runs around the caller and makes gathering ``units`` impossible: a transform of
+    torch.func, a trace by torch.jit, or a fake mode (`torch.export`) around a model that is not fake itself; "" if
+    nothing does."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace"
     try:

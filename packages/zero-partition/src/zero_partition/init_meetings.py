@@ -66,7 +66,7 @@ class InitMeetings:
 
 
 def _describe(records: Sequence[ShardedParameter]) -> str:
-    """Return a description of ``records`` for messages: the first one's name and the number of the others."""
+    """Return words about ``records`` for messages: "weight of Linear and 3 more", "of Init" if there are none."""
     return f"{records[0].name} and {len(records) - 1} more" if records else "of Init"
 
 

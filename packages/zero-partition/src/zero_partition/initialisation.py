@@ -1,4 +1,9 @@
-"""Build models that never fit in one piece: `Init` shards parameters while the model is being constructed."""
+"""Build models that never fit in one piece: `Init` shards parameters while the model is being constructed.
+
+The record of a parameter is its `ShardedParameter`. A touched parameter is a sharded one that code has used, so that it
+was gathered. Ranks meet to agree on what happens to which records; a rank may request a gather of its own
+(init_meetings.py).
+"""
 
 from __future__ import annotations
 
@@ -219,9 +224,9 @@ class Init:
         return [full[number] for number in sorted(full)]
 
     def _make_full(self, records: list[ShardedParameter]) -> None:
-        """Gather ``records``, and reshard the oldest of the others while more than ``max_full_numel`` elements of
-        touched parameters are full. Blocks until all ranks join, each at its next meeting; sends nothing where all
-        ``records`` are full and the bound is kept."""
+        """Gather the parameters of ``records`` that are not full, and reshard the oldest touched ones while more than
+        ``max_full_numel`` of their elements are full. Blocks until all ranks join, each at its next meeting; sends
+        nothing where all ``records`` are full and the bound is kept."""
         while True:
             if absent := [record for record in records if not record.is_full]:
                 if self._is_only_rank or self._meetings.meet(USE, absent) is not None:
@@ -380,8 +385,8 @@ class _TouchMode(TorchFunctionMode):
 
 
 def _leaves_meta(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether these arguments of ``empty_like`` give a parameter on the meta device floating-point memory
-    elsewhere, as `nn.Module.to_empty` does."""
+    """Return whether a call of ``empty_like`` with ``args`` and ``keywords`` gives a parameter on the meta device
+    floating-point memory elsewhere, as `nn.Module.to_empty` does."""
     there, like = keywords.get("device"), args[0] if args else None
     if not isinstance(like, nn.Parameter) or not like.is_meta or there is None:
         return False

@@ -1,6 +1,7 @@
 """Catch uses of released parameters that no hook reports: tied heads, functional use, other modules' weights.
 
-A module is watched when its ``_parameters`` is a `WatchedParameters`.
+A module is watched when its ``_parameters`` is a `WatchedParameters`. A releasable unit is one that may be released,
+where parameters are sharded.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class TensorFacts(NamedTuple):
     trained: bool
 
     def __str__(self) -> str:
-        """Return the description in words, for errors."""
+        """Return the description in words, for errors: "'layers.0.weight' of shape [4, 4], torch.float32, trained"."""
         trained = "trained" if self.trained else "not trained"
         return f"'{self.name}' of shape {list(self.shape)}, {self.dtype}, {trained}"
 

@@ -9,11 +9,12 @@ from .errors import PartitionError
 
 
 def set_data(parameter: nn.Parameter, data: torch.Tensor, name: str) -> None:
-    """Give a parameter the memory, dtype and device of ``data``, in place, as ``parameter.data = data`` does.
+    """Give ``parameter`` the memory, dtype and device of ``data``, in place, as ``parameter.data = data`` does.
+    ``name``: of the parameter, for the error.
 
     torch refuses that between the CPU and devices that another package adds (PrivateUse1). There the tensor inside the
-    Python object is exchanged, which would lose hooks on the parameter's gradient. ``name``: of the parameter. Raises
-    `PartitionError` if it has such hooks then.
+    Python object is exchanged, which would lose hooks on the parameter's gradient: raises `PartitionError` if it has
+    any.
     """
     if torch._has_compatible_shallow_copy_type(parameter, data):
         parameter.data = data

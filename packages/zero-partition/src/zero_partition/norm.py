@@ -21,7 +21,8 @@ _SUMS = 32
 
 
 class NormSquared(Protocol):
-    """Returns the sum of squares of a 1-D floating tensor, accumulated in float64; NaN and inf propagate."""
+    """Returns the sum of squares of a 1-D floating tensor, accumulated in float64; NaN if an element is NaN, inf if one
+    is infinite."""
 
     def __call__(self, x: torch.Tensor) -> float:
         """Return the sum of squares of ``x`` (1-D)."""

@@ -1,4 +1,8 @@
-"""Wrap a torch optimizer so that it updates only this rank's fragments, and run its steps on all ranks together."""
+"""Wrap a torch optimizer so that it updates only this rank's fragments, and run its steps on all ranks together.
+
+Virtual ranks make results the same at any number of ranks ([Note: virtual ranks] in leaves.py). A step pre-hook or
+post-hook is one of torch's hooks around `Optimizer.step`.
+"""
 
 from __future__ import annotations
 
@@ -248,9 +252,12 @@ class ShardedOptimizer:
             return self.inner.synchronise()
 
     def gradient_norm(self) -> float:
-        """Return the global norm of the unscaled gradients since the last step; inf or NaN if it is not finite. If
-        ranks keep their own gradients, it is the root mean square of the ranks' norms, an upper bound of the norm of
-        their average. Collective; first takes gradients that user code wrote and reduces late ones."""
+        """Return the global norm of the unscaled gradients since the last step; inf or NaN if it is not finite.
+        Collective; first takes gradients that user code wrote and reduces late ones.
+
+        If ranks keep their own gradients (`AveragingOptimizer`), it is the root mean square of the ranks' norms, an
+        upper bound of the norm of their average.
+        """
         square = self._gradients.agree().square
         return math.nan if square is None else norm_of(square, self.loss_scale.scale)
 

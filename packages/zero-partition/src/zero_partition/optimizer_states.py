@@ -82,12 +82,13 @@ class OptimizerStates:
         optimizer.register_load_state_dict_post_hook(self.install_mapping)
 
     def install_mapping(self, _optimizer: Optimizer | None = None) -> None:
-        """Replace ``optimizer.state``, if it is a plain dict, by a mapping that refuses entries without effect.
+        """Replace ``optimizer.state``, if it is a plain dict, by a mapping that refuses entries that would have no
+        effect: those by parameters of the model. A hook, so it gets the optimizer.
 
         If a tier keeps the states, the mapping reads and writes them there, and those of the dict move to the tier;
-        fragments without any start again from nothing. Called at construction, after `load_state_dict` and before each
-        step, as user code may have set another dict. Raises `PartitionError` if that dict has an entry for one of the
-        model's own parameters, or is a mapping on the tier that the optimizer had earlier.
+        fragments without any in the dict lose those that the tier has. Called at construction, after `load_state_dict`
+        and before each step, as user code may have set another dict. Raises `PartitionError` if that dict has an entry
+        for one of the model's own parameters, or is a mapping on the tier that the optimizer had earlier.
         """
         entries = self._optimizer.state
         if isinstance(entries, TierStates) and entries is not self._on_tier:
