@@ -51,7 +51,7 @@ _OPTIMIZER = "torch.optim.optimizer"
 
 
 class Phase(enum.Enum):
-    """The phase of the optimizer that runs now, by which its tensors are guarded."""
+    """The phase of the optimizer's step that runs now; it decides which uses of its tensors are refused."""
 
     IDLE = enum.auto()  # between steps: the engine holds the gradients
     HOOKS = enum.auto()  # the user's step hooks run: fragments that are here have their gradients
@@ -59,27 +59,32 @@ class Phase(enum.Enum):
 
 
 class WatchedStates(Protocol):
-    """The states that an optimizer itself holds, by tensor of its param groups; `OptimizerStates` is one."""
+    """The states that an optimizer itself holds (its ``state``), by tensor of its param groups; `OptimizerStates` is
+    one."""
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read``, without arguments, before code next reads states that the optimizer holds, and again at the
-        first read after a state dict was loaded or a new mapping assigned, until `unwatch`. Replaces the function of an
-        earlier call; an error that ``read`` raises reaches the code that reads."""
+        """Call ``read``, without arguments, just before code next reads the states, and again before the first read
+        after a state dict was loaded or a new mapping was assigned, until `unwatch`. ``read`` replaces the function of
+        an earlier call; an error that it raises reaches the code that reads."""
 
     def unwatch(self) -> None:
-        """Stop calling the function that `watch` was given."""
+        """Stop calling the function that was given to `watch`."""
 
     def list_all(self) -> Iterable[tuple[Any, Any]]:
-        """Add entries for parameters whose states other ranks hold, so that all ranks have the same keys, unless this
-        rank has no state at all; return `entries`."""
+        """Add an entry for each parameter whose states only other ranks hold, so that all ranks have the same keys,
+        then return all entries as `entries` does. Add nothing if this rank holds no state at all."""
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
-        """Return (tensor, state by kind) for each tensor whose state the optimizer itself holds."""
+        """Return (tensor of the param groups, its states by kind) for each tensor whose states the optimizer itself
+        holds."""
 
 
 class OptimizerTensors:
-    """A `TensorGuard` of the tensors of ``optimizer``'s param groups and states, and in step hooks of the model's
-    parameters.
+    """Guards the tensors of ``optimizer``'s param groups and states: refuses uses by user code that would have no
+    effect or differ between ranks.
+
+    A guarded tensor has a class whose ``__torch_function__`` calls `used` before each torch function; a plain one is an
+    ordinary parameter or tensor. In step hooks the model's own parameters are guarded too. Satisfies `TensorGuard`.
 
     ``named``: each tensor with its parameter's name and full shape. ``states``: the states that the optimizer holds.
     ``model``: refuses uses of the model's parameters in step hooks. ``own_hook``: handle of a step pre-hook that the
@@ -125,12 +130,13 @@ class OptimizerTensors:
 
     @property
     def is_on(self) -> bool:
-        """True if the tensors are guarded now, that is outside the optimizer's arithmetic."""
+        """True if the tensors are guarded now, that is, except during the optimizer's own arithmetic."""
         return self._phase is not Phase.STEP
 
     def check_states(self) -> None:
-        """Raise `PartitionError` if user code has set a state to that of another parameter, or to one of full shape
-        where this rank has a part; do nothing before code has read states."""
+        """Raise `PartitionError` if user code has assigned to a tensor's state another parameter's state, or a tensor
+        of the parameter's full shape where this rank has only a part. Checks nothing before code has read states for
+        the first time."""
         if not self._states_seen:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -142,8 +148,8 @@ class OptimizerTensors:
 
     @contextlib.contextmanager
     def unguarded(self) -> Iterator[None]:
-        """Make tensors that hold values, and states, plain inside the block, for the engine's own work; after it all
-        are guarded as between steps."""
+        """Make tensors that hold values, and states, plain inside the block, for the engine's own work; on leaving,
+        guard all as between steps."""
         self._unguard()
         try:
             yield
@@ -163,11 +169,13 @@ class OptimizerTensors:
         return bool(optimizers._global_optimizer_post_hooks) or (hooks is not None and len(hooks) > 1)
 
     def step(self, begin: Callable[[], None], updated_elsewhere: Sequence[nn.Parameter] = ()) -> Exception | None:
-        """Run the user's step pre-hooks, ``begin``, the optimizer's arithmetic, and the user's post-hooks.
+        """Run one step of the optimizer: the user's step pre-hooks, ``begin``, the optimizer's arithmetic, the user's
+        post-hooks.
 
-        Return the exception of a post-hook, after which the update is complete, or None; any other is raised. Call it
-        inside `unguarded`. ``updated_elsewhere``: empty tensors whose parameters other ranks update; hooks find empty
-        gradients in them.
+        Return the exception of a post-hook, as the update is complete then, or None; any other exception is raised.
+        Call it inside `unguarded`. ``begin``: called without arguments just before the arithmetic.
+        ``updated_elsewhere``: empty tensors of the param groups, of parameters that other ranks update; hooks find
+        empty gradients in them.
         """
         self._updated, self._depth, self._elsewhere = False, 0, updated_elsewhere
         if not self.is_hooked:
@@ -181,8 +189,8 @@ class OptimizerTensors:
         self._guard(Phase.HOOKS)
 
         def unguard_and_begin(*_: Any) -> None:
-            """Check states, make the tensors plain, set ``.grad`` of those that other ranks update to None, and call
-            ``begin``: the last step pre-hook, after the user's."""
+            """Check states, make the tensors plain, remove the empty gradients of tensors that other ranks update, and
+            call ``begin``. A step pre-hook that runs after the user's; its arguments are ignored."""
             self.check_states()
             self._unguard()
             for tensor in updated_elsewhere:
@@ -198,8 +206,8 @@ class OptimizerTensors:
             self._forget_empty()
 
     def _step_inner(self) -> Exception | None:
-        """Call the optimizer's step; return an exception that it raised after its arithmetic, else None. One from
-        before is raised."""
+        """Call the optimizer's ``step()``. Return an exception that it raised after its arithmetic was done, else None;
+        an exception from before is raised."""
         try:
             self._optimizer.step()
         except Exception as error:
@@ -209,19 +217,20 @@ class OptimizerTensors:
         return None
 
     def _forget_empty(self) -> None:
-        """Remove the empty gradients of tensors whose parameters other ranks update."""
+        """Set ``.grad`` to None in the tensors that `step` was given as updated elsewhere, which hooks found empty
+        gradients in."""
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in self._elsewhere:
                 tensor.grad = None
         self._elsewhere = ()
 
     def _note_entered(self, *_: Any) -> None:
-        """Count a call of ``step`` that begins; a step pre-hook."""
+        """Count one more nested call of the optimizer's ``step``. A step pre-hook; its arguments are ignored."""
         self._depth += 1
 
     def _note_updated(self, *_: Any) -> None:
-        """Record that the arithmetic is done; in the outermost ``step`` guard the tensors for the user's post-hooks, if
-        any. The first post-hook."""
+        """Record that the arithmetic is done; when the outermost ``step`` ends, guard the tensors for the user's
+        post-hooks, if there are any. The step post-hook that runs first; its arguments are ignored."""
         self._updated = True
         self._depth -= 1
         if self._depth == 0 and self._phase is Phase.STEP and self.is_hooked_after:
@@ -230,7 +239,8 @@ class OptimizerTensors:
             self._guard(Phase.HOOKS)
 
     def remove(self) -> None:
-        """Make the tensors plain for good, remembering their names for `left_by_an_engine`, and remove the hooks."""
+        """Make the tensors plain for good and remove this object's step hooks. The tensors keep their parameters'
+        names, for `left_by_an_engine`."""
         self._unguard()
         for hook in self._own_hooks:
             hook.remove()
@@ -239,10 +249,11 @@ class OptimizerTensors:
             tensor.__dict__[RELEASED] = tensor.__dict__.pop(REFERENCE).name
 
     def used(self, reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Raise `PartitionError` if torch function ``func`` would not do to a guarded tensor what it would do to the
-        full parameter, or would have no effect.
+        """Raise `PartitionError` if a torch function that is about to run on a guarded tensor would have no effect, or
+        would not do what it would do to the full parameter.
 
-        Called before ``func`` runs with ``args`` and ``keywords``; ``reference``: of a guarded tensor among them.
+        ``func``, ``args``, ``keywords``: the torch function and its arguments. ``reference``: names the parameter of a
+        guarded tensor among the arguments.
         """
         name, attribute, call = reference.name, attribute_of(func), name_of(func)
         if attribute == "grad" and call == "__get__":
@@ -286,12 +297,12 @@ class OptimizerTensors:
 
     @property
     def _in_hooks(self) -> bool:
-        """True while the user's step hooks run, if the tensors have values that hooks may write."""
+        """True while the user's step hooks run, if the tensors hold values then, which the hooks may write."""
         return self._phase is Phase.HOOKS and self._values_here
 
     @property
     def _readable(self) -> bool:
-        """True if the tensors have their values now: not while a tier or another rank holds them."""
+        """True if the tensors hold their values now; False while a tier or another rank holds them."""
         return self._values_here and (self._stay or self._phase is not Phase.IDLE)
 
     def _check_gradient_read(self, name: str) -> None:
@@ -301,7 +312,7 @@ class OptimizerTensors:
             self._refuse_gradient(name, "read")
 
     def _refuse_gradient(self, name: str, how: str) -> NoReturn:
-        """Raise `PartitionError` for a use of ``.grad`` of the tensor of parameter ``name``; ``how``: "read" or
+        """Raise `PartitionError`: user code has used ``.grad`` of the tensor of parameter ``name``. ``how``: "read" or
         "written"."""
         where = ""
         if self._phase is Phase.HOOKS:
@@ -316,7 +327,8 @@ class OptimizerTensors:
         )
 
     def _refuse_write(self, name: str, how: str) -> NoReturn:
-        """Raise `PartitionError` for a write to the tensor of parameter ``name`` by the torch function ``how``."""
+        """Raise `PartitionError`: user code would write the tensor of parameter ``name``. ``how``: name of the torch
+        function or attribute by which it would."""
         hooks = ", or do it in optimizer.register_step_post_hook" if self._values_here else ""
         raise PartitionError(
             f"{how} would write a tensor of optimizer.param_groups that belongs to parameter '{name}': this rank's "
@@ -326,10 +338,11 @@ class OptimizerTensors:
 
     @staticmethod
     def _writes(call: str, attribute: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Return whether torch function ``call`` writes a guarded tensor of the param groups, or a view of one (not a
-        state).
+        """Return whether a torch function would write a guarded tensor of the param groups or a view of one; False for
+        states.
 
-        ``attribute``: the one that it uses, "" for none. ``args``, ``keywords``: the call's.
+        ``call``: the function's name. ``attribute``: the attribute that it reads or sets, "" for none. ``args``,
+        ``keywords``: its arguments.
         """
         if call == "__set__":
             return attribute == "data" and isinstance(args[0], FragmentTensor)
@@ -337,8 +350,8 @@ class OptimizerTensors:
         return any(reference is not None and reference.is_updated for reference in references)
 
     def _unguard(self, *_: Any) -> None:
-        """Make tensors with values, and states, plain, for the optimizer's arithmetic, and stop guarding the model's
-        parameters and watching reads of states. Arguments are ignored."""
+        """Make states, and tensors that hold values, plain for the optimizer's arithmetic; stop guarding the model's
+        parameters and watching for reads of states."""
         self._phase = Phase.STEP
         self._model.end()
         if self._values_here:
@@ -351,8 +364,8 @@ class OptimizerTensors:
             exchange_classes(values, _unguarded)
 
     def _guard(self, phase: Phase) -> None:
-        """Guard the tensors in ``phase`` (IDLE or HOOKS), and states once code has read them; in HOOKS guard the
-        model's parameters too, else stop guarding those."""
+        """Guard the tensors as ``phase`` (IDLE or HOOKS) asks, and the states if code has read them before. HOOKS also
+        guards the model's parameters; IDLE stops guarding those."""
         self._phase = phase
         if phase is Phase.HOOKS:
             self._model.begin(updated=self._updated)
@@ -364,8 +377,8 @@ class OptimizerTensors:
             self._guard_states()
 
     def _guard_states(self) -> None:
-        """List all states (`WatchedStates.list_all`) and guard those of their tensor's size, from the first time that
-        code reads states; do nothing unless other ranks may hold other parts of the parameters."""
+        """Guard the states that have their tensor's size, as code is about to read states; first add entries for states
+        that only other ranks hold. Do nothing unless other ranks may hold other parts of the parameters."""
         if not self.split:
             return
         self._states_seen = True
@@ -380,14 +393,15 @@ class OptimizerTensors:
                         value.__dict__[REFERENCE] = dataclasses.replace(reference, is_updated=False)
 
     def _state_values(self) -> Iterator[Any]:
-        """Yield every value, tensor or not, in the states that the optimizer itself holds."""
+        """Yield every value, tensor or not, inside the states that the optimizer itself holds, with containers
+        flattened."""
         for _, kept in self._states.entries():
             yield from tree_leaves(dict(kept) if isinstance(kept, dict) else kept)
 
 
 def _check_state(reference: FragmentReference, tensor: torch.Tensor, kind: str, value: Any) -> None:
-    """Raise `PartitionError` if ``value``, state ``kind`` of ``tensor``, is another parameter's state, or of full shape
-    while ``tensor`` is a part. ``reference``: of ``tensor``."""
+    """Raise `PartitionError` if ``value``, the state ``kind`` of ``tensor``, belongs to another parameter, or has the
+    full shape while ``tensor`` is a part. ``reference``: name and full shape of the parameter of ``tensor``."""
     for one in tree_leaves(value):
         check_same_parameter(reference.name, kind, one)
         if type(one) is torch.Tensor and one.dim() and one.shape == reference.shape and tensor.numel() != one.numel():
@@ -400,28 +414,30 @@ def _check_state(reference: FragmentReference, tensor: torch.Tensor, kind: str, 
 
 
 def left_by_an_engine(tensor: torch.Tensor) -> str | None:
-    """Return the name of the parameter of which ``tensor`` was a fragment in a destroyed engine; None for others."""
+    """Return the name of the parameter of which ``tensor`` was a fragment in an engine that is destroyed; None for any
+    other tensor."""
     return tensor.__dict__.get(RELEASED)
 
 
 def _plain(kind: type) -> type:
-    """Return the class that a tensor of the param groups of class ``kind`` has unguarded."""
+    """Return the class that makes a tensor of the param groups plain; ``kind`` is the class it has now."""
     return nn.Parameter if kind is FragmentTensor else kind
 
 
 def _unguarded(_kind: type) -> type:
-    """Return the class of every state unguarded: that of plain tensors."""
+    """Return the class that makes a state plain, whatever class it has now."""
     return torch.Tensor
 
 
 def _guarded(kind: type) -> type:
-    """Return the class that a tensor of the param groups of class ``kind`` has guarded; ``kind`` itself for a fake
+    """Return the class that guards a tensor of the param groups; ``kind`` is the class it has now, and stays for a fake
     tensor."""
     return FragmentTensor if kind is nn.Parameter else kind  # torch's fake tensors have a class of their own
 
 
 def _reader() -> str:
-    """Return the name of the module of the code that reads a gradient: the first caller outside this package."""
+    """Return the name of the module of the nearest caller outside this package, which is the code that reads a
+    gradient."""
     frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("zero_partition"):
         frame = frame.f_back

@@ -1,4 +1,8 @@
-"""The order in which units are gathered in each pass: agreed between the ranks, learned, and issued."""
+"""The order in which units are gathered in each pass: agreed between the ranks, learned, and issued.
+
+A pass is one forward or backward pass of the model. To issue a gather is to start its collective, without waiting for
+the result.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ def merge_orders(observed: Iterable[Sequence[int]]) -> list[int]:
 
 
 class GatherSchedule:
-    """The order in which one pass gathers units, each at most once.
+    """The order in which one pass gathers units, each at most once, and how far this rank has got in it.
 
     Attributes:
         order: the units, by index.
@@ -44,23 +48,24 @@ class GatherSchedule:
         self.issued = 0
 
     def restart(self) -> None:
-        """Begin a new pass, in which no gather is issued yet."""
+        """Begin a new pass in the same order, in which no gather is issued yet."""
         self.issued = 0
 
     def position(self, unit: int) -> int:
-        """Return the index of ``unit`` in the order; -1 if the pass does not gather it."""
+        """Return the position of unit index ``unit`` in the order; -1 if the pass does not gather it."""
         return self._index.get(unit, -1)
 
     def pending_until(self, unit: int) -> list[int] | None:
-        """Return the indices of the units whose gathers have to be issued, in order, up to that of ``unit``; None if
-        the pass does not gather it or has issued it already."""
+        """Return the indices of the units whose gathers have yet to be issued, in order, up to and with ``unit``; None
+        if the pass does not gather ``unit`` or has issued it already."""
         index = self._index.get(unit)
         if index is None or index < self.issued:
             return None
         return self.order[self.issued : index + 1]
 
     def ahead(self, count: int) -> list[int]:
-        """Return the indices of the next ``count`` units whose gathers are not issued yet, in order, or of fewer."""
+        """Return the indices of the next ``count`` units whose gathers are not issued yet, in order; fewer at the end
+        of the order."""
         return self.order[self.issued : self.issued + count]
 
     def advance(self, count: int) -> None:
@@ -72,8 +77,8 @@ class OrderedGathers:
     """The gathers of one engine, issued in the order that the ranks have agreed for each pass.
 
     Issuing a gather never waits for another rank. A pass is known by a key, its name ("backward", or "forward of" a
-    module), under which its order is learned. ``units``: all units; a unit's index is its position in it. ``step``:
-    number for the tags of the gathers.
+    module), under which its order is learned: the ranks exchange in which order each has used units, and merge that.
+    ``units``: all units; a unit's index is its position in it. ``step``: the step number that tags the gathers.
     """
 
     def __init__(self, units: Sequence[Unit], step: StepNumber) -> None:
@@ -94,43 +99,44 @@ class OrderedGathers:
 
     @property
     def active(self) -> bool:
-        """Return whether a pass is running."""
+        """True while a pass is running."""
         return self._schedule is not None
 
     @property
     def key(self) -> str:
-        """Return the key of the running pass, or of the last one; empty before the first."""
+        """The key of the running pass, or of the last one; empty before the first."""
         return self._key
 
     @property
     def order(self) -> Sequence[int]:
-        """Return the unit indices of the running pass, or of the last one, in the order of their gathers; empty before
-        the first pass."""
+        """The unit indices of the running pass, or of the last one, in the order of their gathers; empty before the
+        first pass."""
         schedule = self._schedule if self._schedule is not None else self._schedules.get(self._key)
         return () if schedule is None else schedule.order
 
     @property
     def used(self) -> Collection[int]:
-        """Return the indices of the units that this rank used in the running or last pass, in order of first use."""
+        """The indices of the units that this rank used in the running or last pass, in order of first use."""
         return self._used.keys()
 
     @property
     def issued(self) -> int:
-        """Return how many gathers of the running pass's order this rank has issued; 0 outside a pass."""
+        """Number of gathers of the running pass's order that this rank has issued; 0 outside a pass."""
         return 0 if self._schedule is None else self._schedule.issued
 
     @property
     def left(self) -> int:
-        """Return how many gathers of the running pass's order are not issued yet; 0 outside a pass."""
+        """Number of gathers of the running pass's order that are not issued yet; 0 outside a pass."""
         return 0 if self._schedule is None else len(self._schedule.order) - self._schedule.issued
 
     def ahead(self, count: int) -> Sequence[int]:
-        """Return the indices of the next ``count`` units whose gathers the running pass has not issued yet, in order,
-        or of fewer; empty outside a pass."""
+        """Return the indices of the next ``count`` units whose gathers the running pass has not issued yet, in order;
+        fewer at its end, none outside a pass."""
         return () if self._schedule is None else self._schedule.ahead(count)
 
     def position(self, unit: Unit) -> int:
-        """Return the index of ``unit`` in the running pass's order; -1 if the pass does not gather it, or none runs."""
+        """Return the position of ``unit`` in the running pass's order; -1 if the pass does not gather it, or none runs.
+        """
         return self._schedule.position(unit.index) if self._schedule is not None else -1
 
     def note_use(self, unit: Unit) -> None:
@@ -139,31 +145,37 @@ class OrderedGathers:
             self._used[unit.index] = None
 
     def is_present(self, unit: Unit) -> bool:
-        """Return whether ``unit`` is gathered now, by a gather that was issued in the running (or last) pass."""
+        """Return whether ``unit`` is gathered now, and its gather was issued (or adopted) in the running, or else the
+        last, pass."""
         return unit.index in self._fresh and unit.state is UnitState.GATHERED
 
     def is_used(self, unit: Unit) -> bool:
-        """Return whether this rank has used ``unit`` in the running pass and `is_present` holds."""
+        """Return whether this rank has used ``unit`` in the running pass, or else the last one, and `is_present` holds.
+        """
         return unit.index in self._used and self.is_present(unit)
 
     def is_issued(self, unit: Unit) -> bool:
-        """Return whether the gather of ``unit`` was issued in the running (or last) pass, and the unit was not released
-        since."""
+        """Return whether the gather of ``unit`` was issued in the running (or last) pass and the unit was not released
+        since; it may be in flight."""
         return unit.index in self._fresh and unit.state is not UnitState.RELEASED
 
     @property
     def kept(self) -> int:
-        """Return the index of the unit that `keep` has kept, for `begin`; -1 if there is none, or it changed since."""
+        """Index of the unit that `keep` has released with its memory kept; -1 if there is none, or if that memory is no
+        longer kept."""
         return self._kept.index if self._kept is not None and self._kept.kept else -1
 
     def keep(self, unit: Unit) -> None:
-        """Release ``unit``, whose flat buffer the next pass may use without a gather (see `Unit.release`)."""
+        """Release ``unit`` but keep the memory of its flat buffer, so that the next pass can restore it without a
+        gather (see `Unit.release`)."""
         unit.release(keep=True)
         self._kept = unit
 
     def first_of(self, key: str, *, after: str) -> int:
-        """Return the index of the unit that a pass of this ``key`` gathers first, by its order or, before its first
-        pass, the last of the pass ``after``; -1 if neither gathers any."""
+        """Return the index of the unit that a pass with key ``key`` gathers first; -1 if it gathers none.
+
+        Before that pass has an order, return the last unit of the pass with key ``after``, which must have one.
+        """
         order = self._schedules[key].order if key in self._schedules else self._schedules[after].order[::-1]
         return order[0] if order else -1
 
@@ -175,13 +187,13 @@ class OrderedGathers:
         order: Sequence[int] | None = None,
         restores: bool = False,
     ) -> None:
-        """Start the pass of this ``key`` in its learned order; issue nothing yet. The first time, the order is the
-        reverse of that of the pass ``like_reversed`` (a key) if that one is learned, else module order.
+        """Start the pass with key ``key`` in its learned order; issue nothing yet. The first time, the order is the
+        reverse of that of the pass with key ``like_reversed`` if that one is learned, else module order.
 
         ``order``: unit indices, the same on every rank, that replace the learned order.
 
-        ``restores``: every rank has `kept` the same unit, which this pass does not gather again. Else what this rank
-        has kept is freed.
+        ``restores``: every rank has `kept` the same unit, which this pass restores without a gather. Otherwise memory
+        that this rank has kept is freed.
         """
         self._restores = restores
         if self._kept is not None and not restores:
@@ -202,12 +214,11 @@ class OrderedGathers:
         self._fresh.clear()
 
     def adopt(self, unit: Unit) -> None:
-        """Count ``unit``, which an earlier pass has gathered and which is gathered still, as gathered in the running
-        pass."""
+        """Count ``unit``, which is still gathered from an earlier pass, as gathered in the running pass."""
         self._fresh.add(unit.index)
 
     def issue_next(self) -> Unit:
-        """Issue the next gather of the running pass and return its unit. Call it only if some are `left`."""
+        """Issue the next gather of the running pass and return its unit. There must be one (`left` > 0)."""
         schedule = cast(GatherSchedule, self._schedule)
         unit = self._units[schedule.order[schedule.issued]]
         schedule.advance(1)
@@ -234,9 +245,12 @@ class OrderedGathers:
         return True
 
     def serve_request(self, index: int, mine: bool) -> None:
-        """Gather unit ``index``, which some rank has requested, after the rest of the pass's order. ``mine``: this rank
-        has requested it too, and waits for it itself; else the unit is released again if it was released before.
-        Collective: every rank calls it at the same point."""
+        """Issue the gather of the unit with index ``index``, which some rank has requested outside the pass's order,
+        after all gathers of that order. Collective: every rank calls it at the same point.
+
+        ``mine``: this rank has requested it too, and waits for it itself; otherwise a unit that was released here is
+        released again.
+        """
         self.issue_until(len(self.order))  # the group's order is the same on all ranks
         unit = self._units[index]
         absent = unit.state is UnitState.RELEASED
@@ -247,32 +261,32 @@ class OrderedGathers:
             unit.release()
 
     def unit_of_storage(self, address: int) -> Unit | None:
-        """Return the unit whose flat buffer has the storage at ``address`` (`host_facts.storage_address`).
+        """Return the unit whose flat buffer has the storage at ``address`` (`host_facts.storage_address`); None if
+        there is none.
 
-        None if there is none. Finds only units whose gather was issued here, is in flight or has arrived, and that were
-        not released since.
+        Finds only units whose gather was issued here and that were not released since; the gather may be in flight.
         """
         unit = self._by_address.get(address)
         return unit if unit is not None and unit.holds_storage(address) else None
 
     def note_outside(self, unit: Unit) -> None:
-        """Have the next `release_outside`, at the next agreement point outside passes, release ``unit``, which was
-        gathered outside passes."""
+        """Remember ``unit``, which was gathered outside passes, for the next `release_outside`, which the ranks call at
+        their next agreement outside passes."""
         self._outside.append(unit)
 
     def release_outside(self) -> None:
-        """Release the units given to `note_outside` since the last call unless they are pinned; autograd graphs keep
-        memory they saved."""
+        """Release the units that `note_outside` remembered since the last call, except those that the user keeps
+        gathered (pinned). Memory that autograd has saved stays with its graphs."""
         outside, self._outside = self._outside, []
         for unit in outside:
             if not unit.pinned:
                 unit.release()
 
     def close(self, *, observed: bool) -> None:
-        """End the running pass, and keep the units that it used for `take_observed` if its order lacks one of them or
-        is not learned yet.
+        """End the running pass. If its order is not learned yet, or lacks a unit that this rank used, keep the units
+        used for `take_observed`.
 
-        ``observed``: False if this rank only issued gathers for others, so that the units it used say nothing.
+        ``observed``: False if this rank only issued gathers for others, so that nothing is to be learned from it.
         """
         order = set(self.order)
         if observed and (self._key not in self._learned or not order.issuperset(self._used)):
@@ -280,14 +294,14 @@ class OrderedGathers:
         self._schedule = None
 
     def abandon(self) -> None:
-        """End the running pass, which has failed; nothing is learned from it. Gathers in flight are left alone."""
+        """End the running pass, which has failed; nothing is learned from it. Gathers in flight are not cancelled."""
         self._schedule = None
         self._used = {}
         self._fresh.clear()
 
     def reset(self) -> None:
-        """Forget the running pass, all learned orders, and units waiting for `release_outside`: ranks may have learned
-        different orders."""
+        """Forget the running pass, all learned orders and the units remembered by `note_outside`, as after a failure
+        the ranks may have learned different orders."""
         self.abandon()
         self._schedules.clear()
         self._learned.clear()
@@ -295,16 +309,16 @@ class OrderedGathers:
         self._outside.clear()
 
     def take_observed(self) -> dict[str, list[int]]:
-        """Return and forget this rank's observations since the last call: by key of a pass, the indices of the units in
-        order of first use."""
+        """Return, by key of a pass, the indices of the units that this rank used, in order of first use, in the passes
+        that `close` has kept since the last call; forget them."""
         observed, self._observed = self._observed, {}
         return observed
 
     def learn(self, observed_by_rank: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Merge what the ranks have observed into the learned orders; same result on every rank.
+        """Merge what the ranks have observed into the learned orders; the result is the same on every rank.
 
-        ``observed_by_rank``: each rank's `take_observed`, in rank order; of ranks that observed the same the first is
-        enough.
+        ``observed_by_rank``: what `take_observed` returned on each rank, in rank order; equal observations may be given
+        once.
         """
         for key in dict.fromkeys(k for observed in observed_by_rank for k in observed):
             base = [self._schedules[key].order] if key in self._learned else []
@@ -313,8 +327,8 @@ class OrderedGathers:
             self._learned.add(key)
 
     def _issue(self, unit: Unit) -> None:
-        """Issue the gather of ``unit``, or restore it where the pass may, and remember its storage's address for
-        `unit_of_storage`."""
+        """Issue the gather of ``unit``, or restore its kept memory where this pass may, and remember its storage's
+        address for `unit_of_storage`."""
         if self._restores and unit.index == self.kept:
             unit.restore_kept()
         else:

@@ -1,4 +1,7 @@
-"""The reductions of one engine in the order that all ranks have agreed on, and how that order is learned."""
+"""The reductions of one engine in the order that all ranks have agreed on, and how that order is learned.
+
+A reduction is the reduce-scatter of one unit's gradients. A pass is here a backward pass that reduces.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,13 @@ class StartedReduction(NamedTuple):
 class OrderedReductions:
     """The reductions of one engine, started in the order that the ranks have agreed.
 
-    Starting a reduction never waits for another rank. One of several hops (inside the node, then across nodes) starts
-    its last hop only once the others are complete (`zero_comm.Work.advance`). At most two reductions should be in
-    flight at a time, and only one if two have more than ``bucket_numel`` elements: see `over_limit`. ``gradients``: of
-    the trained units. ``gathers``: the engine's gathers, whose order the reductions are related to. ``step``: number
-    for tags. ``device``: where units without any gradient reduce zeros. ``complete``: every pass reduces every unit,
-    each when it has all its gradients.
+    Starting a reduction never waits for another rank. One of several hops (collectives inside the node, then across
+    nodes) starts its last hop only once the others are complete (`zero_comm.Work.advance`). At most two reductions
+    should be in flight at a time, and only one if two have more than ``bucket_numel`` elements: see `over_limit`.
+
+    ``gradients``: of the trained units. ``gathers``: the engine's gathers, whose order the reductions are related to.
+    ``step``: number for tags. ``device``: where units without any gradient reduce zeros. ``complete``: every pass
+    reduces every unit, each when it has all its gradients.
 
     Attributes:
         started: number of reductions that the running pass, or the last one, has started.
@@ -71,7 +75,7 @@ class OrderedReductions:
 
     def reset(self) -> None:
         """Forget the running pass, whose reductions will not complete, and the learned order; the order is then the
-        reverse of the units'."""
+        reverse of the order of units."""
         self._order = list(reversed(self._by_unit))
         self._queue: deque[int] | None = None
         self._travelling.clear()
@@ -96,7 +100,8 @@ class OrderedReductions:
 
     @property
     def over_limit(self) -> bool:
-        """True if more reductions, or elements, are in flight than there should be; never for one reduction alone."""
+        """True if more reductions, or more elements, are in flight than the class allows; False for one reduction
+        alone."""
         count = len(self._travelling)
         return count > _IN_FLIGHT or (count > 1 and sum(one.numel for one in self._travelling) > self._bucket_numel)
 
@@ -106,8 +111,8 @@ class OrderedReductions:
         return self._travelling[0] if self._travelling else None
 
     def begin(self, units: Iterable[int]) -> None:
-        """Begin a reducing pass over ``units`` (by index), the same set on every rank; units that are not trained are
-        left out. Starts no reduction."""
+        """Begin a pass that reduces ``units`` (indices, the same set on every rank) in the agreed order; those that are
+        not trained are left out. Starts no reduction."""
         chosen = set(units)
         self._queue = deque(index for index in self._order if index in chosen)
         self._completions = {}
@@ -116,8 +121,8 @@ class OrderedReductions:
         self._gathers_first = self._find_gathers_first()
 
     def must_start_before(self, position: int | None) -> bool:
-        """Return whether the next reduction must start before a rank waits for the gather at ``position`` of the pass's
-        order (None: before it waits for anything outside the pass); False if none is left to start."""
+        """Return whether the next reduction must start before a rank waits for the gather at ``position`` in the pass's
+        order of gathers; False if none is left to start. None as position: before the rank waits for anything else."""
         if not self._queue:
             return False
         return position is None or self._gathers_first[self._queue[0]] <= position
@@ -128,9 +133,9 @@ class OrderedReductions:
             self.start(self._queue.popleft())
 
     def start(self, index: int) -> None:
-        """Start the reduction of the unit ``index`` with the gradients that have arrived (zeros for the others), in a
-        pass or outside, and count it in `started`. Does not wait; every rank starts the same reductions in the same
-        order."""
+        """Start the reduction of the unit with index ``index``, in a pass or outside, and count it in `started`.
+        Gradients that have not arrived count as zeros. Does not wait; every rank must start the same reductions in the
+        same order."""
         gradients = self._by_unit[index]
         work = gradients.start_reduce_scatter(self._step.value, self._device)
         first = self._gathers_first.get(index, 0)
@@ -143,74 +148,76 @@ class OrderedReductions:
         return [index for index in self._order if index in chosen]
 
     def older_in_hops(self) -> Iterator[StartedReduction]:
-        """Yield, oldest first, the reductions in flight that take several hops (collectives inside nodes, then between
-        them) of which the last has not started; the newest reduction is left out."""
+        """Yield, oldest first, the reductions in flight that take several hops and have not started the last one; the
+        newest reduction in flight is left out."""
         yield from [one for one in list(self._travelling)[:-1] if one.work.has_hops]
 
     def advance_before(self, position: int | None) -> None:
-        """Start the last hop (collective of several) of the reductions that every rank starts before it waits for the
-        gather at ``position`` (see `must_start_before`). Blocks until their earlier hops are complete."""
+        """Start the last hop of each reduction in flight that every rank starts before it waits for the gather at
+        ``position`` (see `must_start_before`). Blocks until the earlier hops of these are complete."""
         for one in self._travelling:
             if position is None or one.gathers_first <= position:
                 one.work.advance()
 
     def advance_first(self, count: int) -> None:
-        """Start the last hop (collective of several) of those of the pass's first ``count`` reductions that are in
-        flight; every rank has started them. Blocks until their earlier hops are complete."""
+        """Start the last hop of those of the pass's first ``count`` reductions that are in flight; every rank must have
+        started them. Blocks until their earlier hops are complete."""
         for one in self._travelling:
             if one.number < count:
                 one.work.advance()
 
     def finish_oldest(self) -> None:
-        """Wait for the oldest reduction in flight, which there has to be, and have its unit take the result."""
+        """Wait for the oldest reduction in flight, which there has to be, and have its unit's gradients take the result
+        over."""
         one = self._travelling.popleft()
         one.work.wait()
         self._by_unit[one.unit].finish_reduce_scatter()
 
     def close(self) -> None:
-        """End the running pass, whose reductions are all finished."""
+        """End the running pass; all its reductions must be finished."""
         self._queue = None
 
     def note_complete(self, index: int) -> None:
-        """Record that this rank has all gradients of the unit ``index`` that the running pass gives it, and how many
-        units it has used by now; only the first call in a pass counts."""
+        """Record that the unit with index ``index`` has on this rank all gradients that it gets in the running pass,
+        and how many units the rank has used by now. Only the first call in a pass counts."""
         self._completions.setdefault(index, len(self._gathers.used))
 
     def note_late(self, index: int) -> None:
-        """Record that the unit ``index`` is complete only now, as autograd has ended: its number of gradients was
-        unexpected.
+        """Record that the unit with index ``index`` is complete only now that autograd has ended, as it got another
+        number of gradients than expected.
 
-        The pass then does not count as steady (see `ReductionsSeen`).
+        The pass then does not count as steady (see `ReductionsSeen`), so that the order is not final after it.
         """
         self._completions[index] = len(self._gathers.used)
         self._steady = False
 
     def is_complete(self, index: int) -> bool:
-        """Return whether `note_complete` or `note_late` was called for the unit ``index`` in the running pass."""
+        """Return whether `note_complete` or `note_late` was called for the unit with index ``index`` in the running
+        pass."""
         return index in self._completions
 
     def note_end(self) -> None:
-        """Record which units this rank has used by the end of autograd's run, for `observed`."""
+        """Record which units this rank has used by the end of autograd's run; `observed` returns them."""
         self._gathered = list(self._gathers.used)
 
     def forget_observed(self) -> None:
-        """Drop the observations of the last pass, so that nothing is learned from it."""
+        """Drop this rank's observations of the last pass, so that nothing is learned from it."""
         self._completions = {}
 
     def observed(self) -> ReductionsSeen | None:
-        """Return this rank's observations of the last reducing pass, to be sent to the other ranks; None inside a pass,
-        without any, and once `settled`."""
+        """Return this rank's observations of the last pass, for the other ranks; None while a pass runs, if nothing was
+        observed, and once the order is `settled`."""
         if self.settled or self.active or not self._completions:
             return None
         return ReductionsSeen([Completion(*c) for c in self._completions.items()], self._gathered, self._steady)
 
     def learn(self, observed: Sequence[ReductionsSeen | None]) -> None:
-        """Learn from the ranks' observations (in rank order, at least one not None) the order of reductions, and which
-        gathers come before each.
+        """Learn the order of reductions, and which gathers come before each, from the ranks' observations. The result
+        is the same on every rank.
 
-        The order is that of the first rank with observations, then units that it did not observe. A reduction comes
-        after every gather that any rank needed before the unit was complete. The order is `settled` once a pass was
-        steady on all ranks, or after three passes. The result is the same on every rank.
+        ``observed``: in rank order, at least one not None. The order becomes that of the first rank with observations,
+        then the units that it did not observe. A reduction comes after every gather that any rank needed before the
+        unit was complete. The order is `settled` once a pass was steady on all ranks, or after three passes.
         """
         seen = [one for one in observed if one is not None]
         first = [completion.unit for completion in seen[0].completions]
@@ -229,9 +236,11 @@ class OrderedReductions:
         self._completions = {}
 
     def _find_gathers_first(self) -> dict[int, int]:
-        """Return, by unit, how many gathers of the pass a rank has to issue before it waits for the reduction.
+        """Return, by unit index, how many gathers of the pass a rank has to issue before it waits for the unit's
+        reduction.
 
-        At least as many as for the reduction before; all of them where nothing was learned.
+        The numbers never fall along the order of reductions. A unit of which nothing was learned has all gathers before
+        it.
         """
         order = self._gathers.order
         after: dict[int | None, int] = {unit: number + 1 for number, unit in enumerate(order)}

@@ -1,4 +1,5 @@
-"""Attributes by which a parameter refers to its partition, or to the `Init` that has sharded it."""
+"""Attributes by which a parameter refers to its owner, the `Partition` that it belongs to, or to the `Init` that has
+sharded it."""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ class Owner(Protocol):
     """The interface through which classes of parameters call their `Partition`."""
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather ``parameter`` whenever ``module`` runs from now on; do nothing if either is not of the owner's
-        model."""
+        """Gather ``parameter`` whenever ``module`` runs from now on; do nothing if either does not belong to the
+        owner's model."""
 
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
-        """Record an access to ``parameter.grad``, or raise `PartitionError` to refuse it; called just before it
-        happens."""
+        """Record that user code is about to access ``parameter.grad``, or raise `PartitionError` to refuse the access.
+        """
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Return an alias of ``data`` for user code that reads ``parameter.data``, so that writes through it are
-        found."""
+        """Return an alias of ``data`` for user code that reads ``parameter.data``; the owner finds writes through it.
+        """
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Gather ``parameter`` if it is released, or raise by name; called just before torch function ``call`` (its
-        name) uses its values. ``writes``: it writes them."""
+        """Gather ``parameter`` if it is released, as the torch function named ``call`` is about to use its values;
+        raise an error that names it if the use is refused. ``writes``: the function writes the values."""
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
         """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank, as it may be
@@ -50,18 +51,19 @@ class InitRecord(Protocol):
 
     @property
     def name(self) -> str:
-        """The parameter's name, for messages."""
+        """The parameter's name, for error messages."""
 
     def forget(self) -> None:
-        """Stop referring to the parameter, which an engine owns from now on."""
+        """Drop the reference to the parameter, which an engine owns from now on."""
 
     def released_copy(self, kind: type[nn.Parameter]) -> nn.Parameter:
-        """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's; it has a record
-        too."""
+        """Return a new released parameter of class ``kind`` with a record of its own, whose shard is a copy of this
+        one's."""
 
 
 class _Reference:
-    """A weak reference from a parameter to its partition; copies and pickles of the parameter get None instead."""
+    """A weak reference from a parameter to its owner. Copying or pickling it gives None, as a copied parameter has no
+    owner."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
@@ -76,17 +78,16 @@ class _Reference:
 
 
 def find_owner(parameter: object) -> Owner | None:
-    """Return the owner of a parameter; None if it has none, if the owner is gone, or if ``parameter`` is no
-    parameter."""
+    """Return the owner of ``parameter``; None if it has none, if the owner is gone, or for any other object."""
     reference = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
     return None if reference is None else reference.owner()
 
 
 def owner_references(parameters: Sequence[nn.Parameter]) -> list[object]:
-    """Return each parameter's reference to its owner, an object that no other parameter has; None for one without an
-    owner.
+    """Return the attribute of each parameter that refers to its owner; None for a parameter without one.
 
-    References are attributes, so where two parameters are swapped, their references are too.
+    No two parameters share such an object, and it moves along where the values and attributes of two parameters are
+    swapped, so comparing the list with an earlier one finds swaps.
     """
     try:
         return list(map(_OWNER_OF, parameters))
@@ -95,7 +96,7 @@ def owner_references(parameters: Sequence[nn.Parameter]) -> list[object]:
 
 
 def without_owner(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the attributes of ``parameter`` except the reference to its owner."""
+    """Return the attributes of ``parameter`` (its ``__dict__``) without the reference to its owner, as a new dict."""
     return {name: value for name, value in parameter.__dict__.items() if name != _OWNER}
 
 
@@ -117,7 +118,7 @@ def detach_record(parameter: nn.Parameter) -> None:
 
 
 def own(parameter: nn.Parameter, owner: Owner) -> None:
-    """Make ``parameter`` refer, weakly, to ``owner``."""
+    """Make ``owner`` the owner of ``parameter``, in place of an earlier one; the reference is weak."""
     setattr(parameter, _OWNER, _Reference(owner))
 
 

@@ -43,17 +43,17 @@ class UpdatesWeights(Protocol):
     """An optimizer that updates the weights of a `Partition`."""
 
     def synchronise(self) -> bool:
-        """Make weights equal on all ranks after steps that each rank took alone; return whether they changed, False
-        without such steps. Called before anything but training reads or writes the weights. Collective."""
+        """Make weights equal on all ranks after steps that each rank took alone; return whether there were such steps.
+        Called before anything but training reads or writes the weights. Collective."""
 
 
 class Partition:
     """A model sharded over the ranks of ``groups``, unit by unit; made by `partition`. Constructing it is collective.
 
-    ``options``: how to shard. ``device``: where modules compute. ``trainable``: ids of the parameters to train, None
-    for all that require gradients. ``residency``: the store that keeps the shards. ``make_states``: makes `states`,
-    None for none. Refers weakly to ``model``, whose parameters it changes in place, but its units hold their member
-    modules.
+    Refers weakly to ``model``, whose parameters it changes in place, but its units hold their member modules. A pass is
+    one forward or backward pass of the model. ``options``: how to shard. ``device``: where modules compute.
+    ``trainable``: ids of the parameters to train, None for all that require gradients. ``residency``: the store that
+    keeps the shards. ``make_states``: makes `states`, None for none.
 
     Attributes:
         layout: maps parameters to units, and elements to ranks.
@@ -137,8 +137,8 @@ class Partition:
                 self.add_use(module, parameter)
 
     def refuse_placeholder_buffers(self) -> None:
-        """Raise `ReleasedParameterError` if a buffer of the model was set to the ``.data`` of a released parameter, as
-        it would read NaN; do nothing once the model is gone."""
+        """Raise `ReleasedParameterError` if user code has set a buffer of the model to the ``.data`` of a released
+        parameter, as the buffer would read NaN. Do nothing once the model is gone."""
         if (model := self._model()) is not None:
             refuse_placeholder_buffers(model, self.units)
 
@@ -149,7 +149,7 @@ class Partition:
             refuse_buffers_in(model, units)
 
     def find(self, parameter: nn.Parameter) -> tuple[Unit, int] | None:
-        """Return the unit that holds ``parameter`` and the parameter's number there; None if no unit does."""
+        """Return the unit that holds ``parameter`` and the parameter's index in that unit; None if no unit holds it."""
         return self._by_parameter.get(id(parameter))
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
@@ -164,15 +164,16 @@ class Partition:
 
     @property
     def user(self) -> object:
-        """The object that trains with this partition (an engine), set by `set_user`; None without, or if it is gone."""
+        """The object that trains with this partition (an engine), set by `set_user`; None if none is set or it is gone.
+        """
         return None if self._user is None else self._user()
 
     def set_optimizer(self, optimizer: UpdatesWeights) -> None:
-        """Remember ``optimizer``, weakly, as the one that updates this partition, in place of an earlier one."""
+        """Make ``optimizer`` the one that updates this partition, in place of an earlier one; the reference is weak."""
         self._optimizer = weakref.ref(optimizer)
 
     def set_user(self, user: object) -> None:
-        """Remember ``user``, weakly, as the object that trains with this partition."""
+        """Make ``user`` the object that trains with this partition; the reference is weak."""
         self._user = weakref.ref(user)
 
     def trains(self, module: nn.Module) -> bool:
@@ -194,11 +195,11 @@ class Partition:
             self.runtime.add_use(name, module, found[0])
 
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
-        """Record an access of user code to ``parameter.grad``, just before it happens, or refuse it.
+        """Record that user code is about to access ``parameter.grad``, or refuse the access.
 
         ``access``: "read"; "cancelled" (set to None), which discards the gradient; or "written", for which nothing is
         done outside the optimizer's step hooks. Raises `PartitionError` for a read of a gradient that the engine holds,
-        and in step hooks for any access to one that the optimizer's own tensor has.
+        and in step hooks for any access if the optimizer's own tensor has the gradient.
         """
         if self.runtime.step_hook_watch.is_on:
             self.runtime.step_hook_watch.gradient_used(parameter)
@@ -206,8 +207,8 @@ class Partition:
             self.runtime.gradient_watch.accessed(parameter, cancels=access == "cancelled")
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Return an alias of ``data`` for user code that reads ``parameter.data``, so that writes through it are found,
-        until the parameter is released; for a parameter of this partition."""
+        """Return an alias of ``data`` for user code that reads ``parameter.data``. Writes through the alias are found
+        until the parameter, one of this partition, is released."""
         unit, number = self._by_parameter[id(parameter)]
         return unit.edits.lend(number, data)
 
@@ -224,14 +225,15 @@ class Partition:
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
         """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank: it belongs to
-        a unit, no pass runs, and the user has not gathered it."""
+        a unit, no pass gathers units now, and the user does not keep the unit gathered."""
         found = self.find(parameter)
         return found is not None and not self.runtime.gathers.active and not found[0].pinned
 
     @contextmanager
     def unsharded(self, parameter: nn.Parameter) -> Iterator[None]:
-        """Gather ``parameter``, one of this partition, for reading inside the block, once updates that still run have
-        finished. Only outside passes. Collective: every rank enters at the same point, or `DesyncError` is raised."""
+        """Gather ``parameter``, one of this partition, for reading inside the block; wait first for updates that still
+        run, and publish them. Only outside passes. Collective: every rank enters at the same point, or `DesyncError` is
+        raised."""
         unit, _ = self._by_parameter[id(parameter)]
         self.runtime.agree("gathered", str(unit.index), None)
         self.finish_updates()
@@ -243,8 +245,8 @@ class Partition:
             unit.release()
 
     def publish(self) -> None:
-        """Write the weights that the optimizer updated back to where forward reads them, in all units, wait, and count
-        the step in ``runtime.edits``. Collective."""
+        """Write the weights that the optimizer updated back to where forward reads them, in all units; wait until that
+        is done, and count the step in ``runtime.edits``. Collective."""
         step = self.runtime.step
         works = [work for unit in self.units if (work := unit.publish(step)) is not None]
         for work in works:
@@ -252,10 +254,11 @@ class Partition:
         self.runtime.edits.published()
 
     def finish_updates(self) -> None:
-        """Wait for updates that still run and publish their weights, so that all ranks have those of the last step.
+        """Wait for updates that still run and publish their weights, so that all ranks have the weights of the last
+        step.
 
-        Such updates are those of a tier, which run during passes, and those of an optimizer whose ranks took steps
-        alone. Waits for `readers`. Collective.
+        Such updates are those that a tier runs during passes, and those of an optimizer whose ranks took steps alone.
+        Waits for `readers` too. Collective.
         """
         self.readers.wait()
         with self.runtime.writing("a step beside training"):
@@ -297,8 +300,8 @@ class Partition:
         }
 
     def close(self, *, unshard: bool = True) -> None:
-        """Finish updates, gather all parameters for good, remove every hook, and close the tiers. Collective. Gathered
-        parameters keep their memory.
+        """Finish updates, gather all parameters for good, remove every hook, and close the tiers. Gathered parameters
+        keep their memory. Collective.
 
         ``unshard``: False leaves released parameters as placeholders, for models that do not fit into memory unsharded.
         After an earlier failure (`Runtime.failed`) nothing is finished or gathered, and nothing is collective.
@@ -324,8 +327,9 @@ class Partition:
                 unwatch_data(parameter)
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
-        """Return the unit of ``plan``, number ``index``, with rank 0's values or those that `Init` has sharded. Frees
-        the memory that its parameters had, and detaches them from `Init`. Collective."""
+        """Return the unit planned by ``plan``, with rank 0's values or those that `Init` has sharded; ``index``: its
+        position among the units. Frees the memory that its parameters had, and detaches them from `Init`. Collective.
+        """
         releasable = self._may_release(plan)
         unit = Unit(
             index,
@@ -356,13 +360,14 @@ class Partition:
         return unit
 
     def _may_release(self, plan: UnitPlan) -> bool:
-        """Return whether the unit of ``plan`` may be released: at stage 3, if its weights are not all on the device."""
+        """Return whether the planned unit may be released between its uses: at stage 3, unless it is persistent or this
+        rank's device store keeps all of it anyway (world size 1)."""
         elsewhere = self.world_size > 1 or not isinstance(self.residency, DeviceResidency)
         return self.options.stage >= 3 and not plan.persistent and elsewhere
 
     def _route(self, plan: UnitPlan, layout: UnitLayout, *, releasable: bool) -> Route:
-        """Return the `Route` that gathers a unit; only releasable units get a codec and, where there is a group for
-        them, secondary shards."""
+        """Return the `Route` by which a planned unit is gathered. ``releasable``: the unit may be released; only then
+        the route quantizes, and has secondary shards where there is a group for them."""
         group, near = self.groups.gather, self.groups.secondary
         if not releasable:
             return Route(group)
@@ -383,8 +388,8 @@ class Partition:
         return torch.promote_types(plan.dtype, self.options.policy.accumulate_dtype)
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:
-        """Return the object that collects and reduces the gradients of ``unit``, in the dtypes of the policy; a unit of
-        another dtype than the policy's sends its own."""
+        """Return a new object that collects and reduces the gradients of ``unit``. Gradients travel in the policy's
+        dtype, or in the unit's own if that differs from the policy's parameter dtype."""
         options, policy, dtype = self.options, self.options.policy, unit.plan.dtype
         own = dtype == policy.param_dtype
         return UnitGradients(
@@ -399,13 +404,15 @@ class Partition:
         )
 
     def _new_leaf_tree(self) -> LeafTree | None:
-        """Return a new tree that sums one unit's micro-batches under virtual ranks; None without them."""
+        """Return a new tree that sums one unit's gradients over micro-batches, for virtual ranks; None without those.
+        """
         ranks = self.options.virtual_ranks
         return LeafTree(ranks // self.data_world_size, ranks) if ranks else None
 
 
 def owner_of(parameter: object) -> Partition | None:
-    """Return the partition that ``parameter`` belongs to; None for any other object, and once the partition is gone."""
+    """Return the partition that ``parameter`` belongs to; None if it belongs to none, once that is gone, and for any
+    other object."""
     owner = find_owner(parameter)
     return owner if isinstance(owner, Partition) else None
 
@@ -442,7 +449,7 @@ def partition(
 
 
 def _refuse_owned(model: nn.Module) -> None:
-    """Raise `PartitionError`, naming it, if a parameter of ``model`` belongs to a partition already."""
+    """Raise `PartitionError`, naming the parameter, if a parameter of ``model`` belongs to a partition already."""
     for name, parameter in model.named_parameters():
         if owner_of(parameter) is not None:
             raise PartitionError(f"parameter '{name}' belongs to an engine already; call that engine's destroy() first")

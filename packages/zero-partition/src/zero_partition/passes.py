@@ -58,10 +58,10 @@ class _BackwardTerms(NamedTuple):
     """The agreement of all ranks before a backward pass.
 
     Attributes:
-        pending: the units (indices) that it may reduce.
-        late: the units to reduce first, as they have late gradients of the pass before, which must not be added to this
-            pass's in the parameters' dtype.
-        restores: every rank has kept the same unit since forward, so that none gathers it again.
+        pending: indices of the units that the pass may reduce.
+        late: indices of the units to reduce first, in order: they have gradients of the pass before that came too late,
+            which must not be added to this pass's in the parameters' dtype.
+        restores: every rank has kept the memory of the same unit since forward, so that none gathers it again.
     """
 
     pending: set[int]
@@ -71,7 +71,9 @@ class _BackwardTerms(NamedTuple):
 
 class Passes:
     """Runs the passes of one partitioned model; its hooks call these methods. See [Note: the order of events].
-    ``parts``: the collaborators, of one engine.
+
+    A pinned unit is one that the user keeps gathered; passes neither gather nor release it. ``parts``: the
+    collaborators, of one engine.
     """
 
     def __init__(self, parts: PassParts) -> None:
@@ -104,8 +106,8 @@ class Passes:
         self._check_buffers: Callable[[], None] | None = None
 
     def before_evaluation(self, check: Callable[[], None]) -> None:
-        """Call ``check`` before each forward pass without gradients, at stage 3; in training a step looks at the norm
-        instead. A second call replaces the first."""
+        """Set ``check`` as the function to call before each forward pass without gradients, at stage 3; it replaces an
+        earlier one. Passes with gradients do without, as the step after them finds the same by the norm."""
         self._check_buffers = check
 
     # -- the forward pass --------------------------------------------------------------------------------------------
@@ -116,8 +118,9 @@ class Passes:
 
         Return whether the call is part of a pass. It is not while hooks are paused, inside torch.func's transforms
         (`grad`, `jvp`, …) or where it is only traced (`surroundings`): such calls concern no parameter's ``.grad``, and
-        their tensors have no memory to send. Raises `PartitionError` if the user has not gathered their parameters, for
-        a module called in a thread other than the pass's, and for a frozen parameter that requires gradients now.
+        their tensors have no memory to send. Raises `PartitionError` in the latter two if a parameter is not gathered
+        by the user; for a module called in a thread other than the pass's; and for a frozen parameter that requires
+        gradients now.
         """
         if self._calls.paused:
             return False
@@ -155,9 +158,13 @@ class Passes:
     def exit_module(
         self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None
     ) -> None:
-        """Release the ``units`` whose modules have all run; after the outermost module, end the pass. In a forward that
-        backward recomputes neither is done. ``name``: of the module. ``aliased``: units whose memory its output shares,
-        which release leaves to the output. ``failure``: exception that the forward raised, or None."""
+        """Release those of ``units`` whose modules have all run; after the outermost module, end the pass. Do neither
+        in a forward that backward recomputes.
+
+        ``name``: of the module that has run. ``units``: those that it uses. ``aliased``: units whose memory the
+        module's output shares, which stays when they are released. ``failure``: exception that the forward raised, or
+        None.
+        """
         if self._calls.paused:
             return
         watch = self._watched_units.watch
@@ -177,15 +184,16 @@ class Passes:
                 self._end_forward(name, failure)
 
     def caller_done(self, name: str, units: Sequence[Unit]) -> None:
-        """Count module ``name``, whose submodules return parameters of ``units``, as run in this pass, and outside
-        backward release those units all of whose modules have run."""
+        """Count module ``name`` as run in this pass, as `exit_module` does for others: a module whose submodules return
+        parameters of ``units``. Outside backward, release those of the units whose modules have all run."""
         for unit in units:
             self._calls.note_run(unit, name)
             self._release_when_done(unit)
 
     def _begin_forward(self, name: str) -> None:
-        """Do steps 1 and 2 of [Note: the order of events]; ``name``: of the outermost module. Collective at stage 3,
-        where a pass without gradients first runs the check that `before_evaluation` was given."""
+        """Begin the forward pass whose outermost module is ``name``: steps 1 and 2 of [Note: the order of events].
+        Collective at stage 3, where a pass without gradients first runs the check that `before_evaluation` was given.
+        """
         self._gradient_watch.pause()
         self._user_gradients.take()
         if self._unannounced.trains:
@@ -209,8 +217,11 @@ class Passes:
             self._gatherer.release(unit)
 
     def _end_forward(self, name: str, failure: BaseException | None) -> None:
-        """Note what user code did in the pass of module ``name``, and where parameters are sharded do step 5 of [Note:
-        the order of events]. ``failure``: what its forward raised, or None. Collective at stage 3."""
+        """End the forward pass whose outermost module is ``name``: resume watching gradients and parameters outside
+        passes, and where parameters are sharded do step 5 of [Note: the order of events]. Collective at stage 3.
+
+        ``failure``: exception that the forward raised, or None; the pass is then abandoned.
+        """
         self._edits.forward_ends()
         self._gradient_watch.resume(hidden=self._unannounced.trains)
         if failure is not None:
@@ -267,9 +278,8 @@ class Passes:
             self._reducer.begin(pending)
 
     def _agree_backward(self, *, reduces: bool) -> _BackwardTerms:
-        """Meet the other ranks before a backward pass, and return what follows for all of them: the union of their
-        pending and late units, and whether all have kept the same unit. ``reduces``: this rank's pass reduces
-        gradients. Collective."""
+        """Meet the other ranks before a backward pass, and return what holds for all of them. ``reduces``: this rank's
+        pass reduces gradients. Collective."""
         mine = [self._reducer.pending(), self._reducer.late()] if reduces else [[], []]
         everyones = distinct(self._agreement.agree(BACKWARD, "", [*mine, self._gathers.kept]))
         pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
@@ -291,8 +301,11 @@ class Passes:
                 self._gatherer.release_before(unit, self._calls.is_running)
 
     def gradient_ready(self, unit: int, number: int, hook: GradientHook) -> None:
-        """Take the finished gradient of parameter ``number`` of the unit with index ``unit``; begin a backward pass if
-        none is running. ``hook``: the parameter's hook that autograd has called."""
+        """Take the finished gradient of one parameter; begin a backward pass if none is running.
+
+        ``unit``: index of its unit. ``number``: the parameter's index in the unit. ``hook``: the parameter's hook that
+        autograd has called.
+        """
         if not self._calls.in_backward:
             self._gradient_watch.end()  # else it would take what follows for the user's
             self._arrivals.take_left()
@@ -304,9 +317,9 @@ class Passes:
 
     @outside_modes
     def end_backward(self) -> None:
-        """Finish the backward pass: wait for its reductions and release all units (steps 10 to 12); do nothing if none
-        is running. Collective if it gathers or reduces. Raises `CommError` if a failure has ended the engine, and as
-        `Reducer.settle_late`."""
+        """Finish the backward pass (steps 10 to 12): wait for its reductions and release all units. Do nothing if none
+        is running. Collective if it gathers or reduces. Raises `CommError` if a failure has ended the engine, and the
+        errors of `Reducer.settle_late`."""
         if not self._calls.in_backward:
             return
         self._liveness.check()  # a pass that ended the engine leaves reductions that nobody answers
@@ -341,7 +354,8 @@ class Passes:
         self.begin_backward()
 
     def _recover_backward(self, failure: BaseException | None) -> None:
-        """Recover from a ``loss.backward()`` that raised (see `failed_in`); do nothing if the engine has ended already.
+        """Abandon the pass of a ``loss.backward()`` that raised (see `failed_in`); do nothing if the engine has ended
+        already.
 
         ``failure``: what it raised; None if that is not known.
         """
@@ -355,9 +369,9 @@ class Passes:
         """Abandon the open pass after ``failure`` in ``call``; return whether the engine can continue with the next
         pass.
 
-        If not, because another rank may be waiting for this one, the engine is ended. ``call``: "forward", "backward",
-        "step" or the engine's method. ``awaited``: other ranks wait for this one even if no pass is open. May be called
-        again. Raises ``failure`` if recovery itself fails.
+        It cannot if another rank may be waiting for this one; the engine is then ended. ``call``: "forward",
+        "backward", "step" or the engine's method. ``awaited``: other ranks wait for this one even if no pass is open.
+        May be called again. Raises ``failure`` if recovery itself fails.
         """
         in_backward = self._calls.in_backward
         goes_on = False
@@ -378,7 +392,7 @@ class Passes:
         return True
 
     def forget_pass(self) -> None:
-        """Clear all state of the pass that was running on this rank, as it has failed."""
+        """Forget everything that this rank has recorded of the running pass, which has failed."""
         self._arrivals.forget_left()
         self._saved.close()
         self._calls.forget_calls()
@@ -386,15 +400,13 @@ class Passes:
     # -- refusals ----------------------------------------------------------------------------------------------------
 
     def _first_unpinned(self) -> Unit | None:
-        """Return the first releasable unit that the user has not pinned, in module order; None if there is none.
-
-        Passes gather and release such a unit; it may be gathered now.
-        """
+        """Return the first unit, in module order, that passes gather and release: releasable and not pinned by the
+        user; None if there is none. It may be gathered now."""
         return next((unit for unit in self._units if unit.releasable and not unit.pinned), None)
 
     def _refuse_in(self, around: str) -> None:
-        """Raise `PartitionError` if a unit is releasable and not gathered by the user; ``around``: what the model was
-        called in."""
+        """Raise `PartitionError` if the model has a releasable unit that the user has not gathered, as units cannot be
+        gathered in ``around``, a phrase for what the model was called in ("torch.func.grad")."""
         absent = self._first_unpinned()
         if absent is not None:
             raise PartitionError(
@@ -404,7 +416,8 @@ class Passes:
             )
 
     def _check_frozen(self) -> None:
-        """Raise `PartitionError`, naming it, if a parameter that was frozen at first requires gradients now."""
+        """Raise `PartitionError`, naming the parameter, if one that was frozen when the engine was made requires
+        gradients now."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise PartitionError(

@@ -52,11 +52,12 @@ class Placeholders:
             return are_set_to(self._parameters, self._views) and dtypes(self._parameters) == self._dtypes
 
     def verify(self, known_versions: Sequence[int] | None = None) -> None:
-        """Raise `ReleasedParameterError`, naming the first one, if a released parameter was replaced or written.
+        """Raise `ReleasedParameterError`, naming the first such parameter, if a released parameter was replaced or
+        written.
 
-        ``known_versions``: the parameters' version counters when they were last looked at. With these, values on an
-        accelerator, for which the host would have to wait, are read only if a counter has changed; `any_written` finds
-        other writes later. None: they are always read.
+        ``known_versions``: the parameters' version counters at the last check. If given, values on an accelerator, for
+        which the host would have to wait, are read only if a counter has changed; `any_written` finds other writes
+        later. None: values are always read.
         """
         if not self.installed():
             raise self._replaced_error()
@@ -64,8 +65,8 @@ class Placeholders:
             self.verify_values()
 
     def verify_values(self) -> None:
-        """Raise `ReleasedParameterError`, naming the first one, if a placeholder's value is not NaN any more. Waits for
-        the device."""
+        """Raise `ReleasedParameterError`, naming the first such parameter, if a placeholder's value is not NaN any
+        more. Waits for the device."""
         released = torch.isnan(self._nans)  # once: what still writes may make a second look another
         if not bool(released.all()):
             index = int(released.logical_not_().nonzero()[0, 0])
@@ -75,13 +76,13 @@ class Placeholders:
             )
 
     def _have_versions(self, known_versions: Sequence[int]) -> bool:
-        """Return whether the parameters' version counters are ``known_versions``; True for inference tensors, which
+        """Return whether the parameters' version counters equal ``known_versions``; True for inference tensors, which
         have none."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._parameters[0].is_inference() or versions(self._parameters) == known_versions
 
     def _replaced_error(self) -> ReleasedParameterError:
-        """Return the error for the first parameter that is not its placeholder; there has to be one."""
+        """Return the error for the first parameter that no longer is its placeholder; there must be one."""
         with torch._C.DisableTorchFunctionSubclass():
             pairs = enumerate(zip(self._parameters, self._views, strict=True))
             number = next(n for n, (p, view) in pairs if not p.is_set_to(view) or p.dtype is not view.dtype)

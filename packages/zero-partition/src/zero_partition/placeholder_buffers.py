@@ -13,10 +13,11 @@ from .unit import Unit
 
 
 def refuse_placeholder_buffers(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Raise `ReleasedParameterError`, naming both, if a buffer of ``model`` lies over the placeholder of a released
+    """Raise `ReleasedParameterError`, naming both, if a buffer of ``model`` shares the placeholder of a released
     parameter of ``units``.
 
-    Its ``.data`` was set to the parameter's, which torch does not report, and it reads NaN.
+    This happens where user code sets the buffer's ``.data`` to the parameter's, which torch does not report; the buffer
+    then reads NaN.
     """
     suspects = [(name, buffer) for name, buffer in _with_memory(model) if _repeats_one_element(buffer)]
     places = {
@@ -37,7 +38,7 @@ def refuse_placeholder_buffers(model: nn.Module, units: Iterable[Unit]) -> None:
 
 def refuse_buffers_in(model: nn.Module, units: Iterable[Unit]) -> None:
     """Raise `PartitionError`, naming both, if a buffer of ``model`` lies in the memory of ``units``, which are gathered
-    and about to be released: it would keep today's values while the parameter trains on."""
+    and about to be released: the buffer would keep today's values while the parameter trains on."""
     places = {unit.flat.untyped_storage().data_ptr(): unit for unit in units if not is_fake(unit.flat)}
     for name, buffer in _with_memory(model) if places else ():
         unit = places.get(buffer.untyped_storage().data_ptr())
@@ -54,12 +55,13 @@ def refuse_buffers_in(model: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def _with_memory(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, buffer) of those buffers of ``model`` that are plain, strided and not empty."""
+    """Yield (name, buffer) of each buffer of ``model`` that is a strided `torch.Tensor`, of no subclass, and not empty.
+    """
     for name, buffer in model.named_buffers():
         if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.numel():
             yield name, buffer
 
 
 def _repeats_one_element(buffer: torch.Tensor) -> bool:
-    """Return whether ``buffer`` has several elements in the memory of one, as placeholders have."""
+    """Return whether ``buffer`` has more than one element, all in the memory of a single one, as placeholders have."""
     return buffer.numel() > 1 and not any(n for size, n in zip(buffer.shape, buffer.stride(), strict=True) if size > 1)

@@ -59,7 +59,7 @@ class PartitionOptions:
 
     @property
     def reduces_each(self) -> bool:
-        """Return whether every backward pass reduces (else only the last one before a step)."""
+        """True if every backward pass reduces its gradients; else only the last one before a step does."""
         return self.stage >= 2 or self.reduce_each_micro_batch or self.virtual_ranks > 0
 
 
@@ -88,13 +88,15 @@ def plan_sharding(
     policy = options.policy
 
     def is_trained(parameter: nn.Parameter) -> bool:
-        """Return whether the parameter requires a gradient and is among ``trainable``, if that is given."""
+        """Return whether ``parameter`` requires a gradient and is among ``trainable``, if that is given."""
         return parameter.requires_grad and (trainable is None or id(parameter) in trainable)
 
     def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype in which a parameter, by name, computes: float32 if kept, its own float64 if that is kept,
-        its own if it is frozen and narrower than the policy's, else the policy's or, at stage 3, the exception for its
-        name."""
+        """Return the dtype in which the parameter called ``name`` computes.
+
+        That is float32 if it is kept so; its own float64 if that is kept; its own if it is frozen and narrower than the
+        policy's; else the policy's or, at stage 3, the exception for its name.
+        """
         if name in kept:
             return torch.float32
         if options.keeps_float64 and parameter.dtype == torch.float64:
@@ -109,9 +111,9 @@ def plan_sharding(
 
 
 def unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> UnitLayout:
-    """Return the layout of a unit's parameters in its flat buffer, sharded over ``world_size`` ranks.
+    """Return the layout of a planned unit's parameters in its flat buffer, sharded over ``world_size`` ranks.
 
-    Shard boundaries are multiples of ``options.alignment`` only if the unit has as many elements for every rank.
+    Shard boundaries are multiples of ``options.alignment`` only if every rank gets that many elements.
     """
     total = sum(math.prod(p.shape) for p in plan.parameters.values())
     blocks = options.entry_alignment
@@ -122,7 +124,7 @@ def unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> U
 
 
 def update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
-    """Return the dtype of a unit's masters: the policy's, or the unit's own if it is frozen or already wider than the
+    """Return the dtype of a planned unit's masters: the policy's, or the unit's own if it is frozen or wider than the
     policy's parameter dtype."""
     if not plan.trainable or plan.dtype.itemsize > policy.param_dtype.itemsize:
         return plan.dtype
@@ -130,10 +132,10 @@ def update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
 
 
 def agree_on_model(model: nn.Module, plans: list[UnitPlan], control: Control) -> None:
-    """Check that all ranks have the same model, with values. Collective.
+    """Check that all ranks have the same model and that it has values. Collective.
 
     ``plans``: the model's units. Raises `PartitionError` on every rank that names the first difference in names,
-    shapes, dtypes or training, or the first tensor on the meta device.
+    shapes, dtypes or which parameters are trained, or the first tensor on the meta device.
     """
     mine = [
         TensorFacts(name, list(p.shape), str(p.dtype), plan.trainable)
@@ -169,9 +171,9 @@ def _refuse_meta(names: list[str | None]) -> None:
 
 
 def _first_difference(expected: Sequence[TensorFacts], got: Sequence[TensorFacts]) -> str:
-    """Return the first difference of two models that differ, as part of an error message.
+    """Return a phrase for an error message: the first difference between two models that differ.
 
-    ``expected``, ``got``: each one's parameters and buffers in order.
+    ``expected``, ``got``: the facts of each one's parameters and buffers, in order.
     """
     for ours, theirs in zip(expected, got, strict=False):
         if ours != theirs:

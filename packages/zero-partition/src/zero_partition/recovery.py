@@ -27,7 +27,9 @@ class Recovery:
     once. If all have failed in the same call, each issues the gathers and reductions that any other has issued, so that
     all ranks have issued the same collectives, and drops the results.
 
-    ``step``: number of the step, for messages. The other arguments are parts of the same engine.
+    ``groups``: the process groups. ``step``: number of the step, for messages. The other arguments are parts of the
+    same engine. In all methods ``call`` is the engine's call that failed ("forward", "backward", "step" or a method's
+    name) and ``failure`` the exception.
     """
 
     def __init__(
@@ -49,11 +51,12 @@ class Recovery:
         self._reducer = reducer
 
     def abandon_pass(self, call: str, failure: BaseException, *, awaited: bool) -> bool:
-        """End the open pass, if there is one, after ``failure`` in ``call``; return whether the engine can continue.
+        """End the open pass, if there is one, as ``call`` has failed; return whether the engine can continue.
 
-        False, with the pass still open, after a failure of communication, and where other ranks may wait for this one:
-        they did not fail alike in a few seconds, or ``failure`` is no `Exception`. Ranks that failed alike may have
-        issued more of the pass by then. ``awaited``: other ranks wait for this one even if no pass is open.
+        It cannot, and the pass stays open, after a failure of communication, and where other ranks may wait for this
+        one: they did not fail alike within a few seconds, or ``failure`` is no `Exception`. The gathers and reductions
+        that ranks failing alike lack are issued here. ``awaited``: other ranks wait for this one even if no pass is
+        open.
         """
         if isinstance(failure, CommError) or self._groups.control.is_torn:
             return False
@@ -67,14 +70,14 @@ class Recovery:
         return True
 
     def announce_failure(self, call: str, failure: BaseException) -> None:
-        """Publish ``failure`` in ``call`` as the reason to name on other ranks that wait for this one, should it never
-        call the engine again."""
+        """Record ``failure`` as the reason that other ranks give if they wait for this one and it never calls the
+        engine again."""
         self._groups.control.record_failed_call(failure, f"in {call} of step {self._step.value}")
 
     def _is_shared(self, call: str, failure: BaseException) -> bool:
-        """Meet the other ranks; return whether all failed in ``call`` and then have issued the same collectives, for
-        which this rank issues the gathers and reductions that it lacks. Waits `PATIENCE` seconds at most for each of
-        two agreements, and between them without a limit for what it issues itself."""
+        """Meet the other ranks; return whether all failed in ``call`` and have issued the same collectives then. For
+        this, the rank issues the gathers and reductions that it lacks. Waits `PATIENCE` seconds at most for each of two
+        meetings, and between them without a limit for what it issues itself."""
         answers = self._confer(call, failure, PassProgress(self._gathers.issued, self._reductions.started).encode())
         if answers is None:
             return False
@@ -86,17 +89,17 @@ class Recovery:
         return issued is not None and all(counts == issued[0] for counts in issued)
 
     def _confer(self, call: str, failure: BaseException, payload: Any) -> list[Any] | None:
-        """Return every rank's ``payload`` (plain data) in rank order if all ranks fail in ``call`` within `PATIENCE`
-        seconds of this call, else None: then the groups are of no more use, and this rank has to `abort`. Ranks that
-        are elsewhere get ``failure`` as their error. Collective among ranks that fail."""
+        """Return every rank's ``payload`` (plain data), in rank order, if all ranks fail in ``call`` within `PATIENCE`
+        seconds of this call. Else return None: the groups are then of no more use, and this rank has to abort. Ranks
+        that are elsewhere get ``failure`` as their error. Collective among ranks that fail."""
         return self._groups.control.confer(call, self._step.value, failure, payload, PATIENCE)
 
 
 def add_advice(failure: BaseException, *, torn: bool, half_written: str | None) -> None:
-    """Add a note to ``failure`` that says how the user can continue; before Python 3.11 log it.
+    """Add a note to ``failure`` that says how the user can continue; before Python 3.11 log the note instead.
 
-    ``torn``: the gradients hold a part of a failed backward pass. ``half_written``: what has left weights and states of
-    two steps; None for nothing.
+    ``torn``: the gradients hold only a part of a failed backward pass. ``half_written``: words for the update that was
+    interrupted and has left weights and states of two steps; None if there was none.
     """
     words = "the engine continues, with the next forward; gradients and weights are as before this call"
     if torn:

@@ -1,9 +1,9 @@
 """The class that a parameter has while it is released, which gathers it before torch functions use its values.
 
 [Note: the class of a released parameter] A placeholder reads NaN, which would go unnoticed until the loss is NaN. So
-release gives a parameter a subclass of its own class, and gather restores its class, as torch does with its lazy
-parameters. torch calls ``__torch_function__`` of that subclass before it computes: facts such as ``shape`` are read
-from the placeholder, and anything else asks the runtime, which gathers the unit or raises by name. ``p.data`` and
+release gives a parameter a subclass of its own class (a released class), and gather restores its class, as torch does
+with its lazy parameters. torch calls ``__torch_function__`` of that subclass before it computes: facts such as
+``shape`` are read from the placeholder; anything that needs values gathers the unit or raises. ``p.data`` and
 ``p.detach()`` are tensors that do the same. A gathered parameter has its own class, so it computes without overhead.
 """
 
@@ -49,12 +49,13 @@ class ReleasedValues(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Gather the parameter, or raise by name, before ``func`` computes with its values."""
+        """Gather the parameter before ``func`` computes with its values; raise `ReleasedParameterError`, naming the
+        parameter, if it cannot be gathered."""
         return _call(cls, func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what pickle writes: a plain tensor with the parameter's values, which are gathered for it or refused
-        by name."""
+        """Gather the parameter and return what pickle writes: a plain tensor with its values. Raises
+        `ReleasedParameterError` if the parameter cannot be gathered."""
         values = _gathered_value(self, "pickle", writes=False)
         return values.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -64,49 +65,46 @@ class ReleasedValues(torch.Tensor):
 
 
 def mark_released(parameters: Sequence[nn.Parameter]) -> None:
-    """Give ``parameters`` the class of released parameters, so that torch functions gather them before use; their
-    values stay as they are."""
+    """Give ``parameters`` their released classes, whose torch functions gather them before use; their values do not
+    change."""
     exchange_classes(parameters, _released_class)
 
 
 def mark_present(parameters: Sequence[nn.Parameter]) -> None:
-    """Give ``parameters`` their own classes back, as their values are present."""
+    """Give ``parameters`` back the classes that they have while gathered; their values do not change."""
     exchange_classes(parameters, _present_class)
 
 
 def is_released(parameter: nn.Parameter) -> bool:
-    """Return whether ``parameter`` has the class of released parameters."""
+    """Return whether ``parameter`` has a released class now."""
     return hasattr(type(parameter), _PRESENT)
 
 
 def unwatched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the user's class of a parameter whose class is ``kind`` now: that of a released one, one whose ``data`` is
-    watched (data_watch.py), both or neither."""
+    """Return the user's class of a parameter whose class is ``kind`` now: ``kind`` without what release and the watch
+    of ``data`` (data_watch.py) have made of it."""
     present = _present_class(kind)
     found: type[nn.Parameter] = getattr(present, WATCHED, present)
     return found
 
 
 def released_like(kind: type[nn.Parameter], present: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return ``present``, or the class of its released parameters if ``kind`` is a class of released parameters.
-
-    ``present``: a class of gathered parameters.
-    """
+    """Return ``present``, a class of gathered parameters, or its released class if ``kind`` is a released class."""
     return _released_class(present) if hasattr(kind, _PRESENT) else present
 
 
 @functools.cache
 def _present_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class that parameters of class ``kind`` have while gathered; ``kind`` itself if it is no class of
-    released ones."""
+    """Return the class that parameters of the released class ``kind`` have while gathered; ``kind`` itself if it is not
+    a released class."""
     present: type[nn.Parameter] = getattr(kind, _PRESENT, kind)
     return present
 
 
 @functools.cache
 def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the subclass of ``kind`` that its parameters have while released; ``kind`` itself if it is such a
-    class."""
+    """Return the released class for parameters of class ``kind``, a subclass of it that is made once; ``kind`` itself
+    if it is a released class."""
     if hasattr(kind, _PRESENT):
         return kind
     body = {"__torch_function__": classmethod(_call), "__module__": __name__, _PRESENT: kind}
@@ -121,7 +119,8 @@ def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def detached(parameter: nn.Parameter) -> torch.Tensor:
-    """Return ``parameter.detach()``, for parameters of a class that the engine has made: a plain tensor.
+    """Return ``parameter.detach()`` as a plain tensor; the ``detach`` method of the classes that the engine gives
+    parameters.
 
     Only `nn.Parameter(p)`, which calls it too, gets a tensor of ``p``'s own class, which it expects.
     """
@@ -136,11 +135,12 @@ def detached(parameter: nn.Parameter) -> torch.Tensor:
 def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Call torch function ``func`` with gathered parameters in place of released ones, or with placeholders if it needs
-    no values: ``__torch_function__`` of released parameters. Uses of ``grad`` are reported to the owner.
+    """Call torch function ``func`` with the gathered values in place of released parameters, or with placeholders if it
+    needs no values; return its result. The ``__torch_function__`` of released classes.
 
-    ``data`` and ``detach()`` become `ReleasedValues`; a parameter whose ``data`` is set has its own class again. Raises
-    `ReleasedParameterError` for a parameter that cannot be gathered.
+    Reports uses of ``grad`` to the parameter's owner. The results of ``data`` and ``detach()`` become `ReleasedValues`;
+    a parameter whose ``data`` is set gets its own class back. Raises `ReleasedParameterError` for a parameter that
+    cannot be gathered.
     """
     keywords = kwargs or {}
     if func is torch.autograd.grad:
@@ -162,7 +162,7 @@ def _call(
     written = [keywords.get("out"), target if writes(name) else None]
 
     def with_values(value: Any) -> Any:
-        """Return the gathered value of a released parameter or `ReleasedValues`; other values as they are."""
+        """Return the gathered tensor in place of a released parameter or `ReleasedValues`; any other value as it is."""
         if not _is_released_value(value):
             return value
         return _gathered_value(value, name, writes=any(value is target for target in written))
@@ -172,10 +172,10 @@ def _call(
 
 
 def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
-    """Report to a parameter's owner if torch function ``func`` is about to read, set or delete its ``grad``; else do
-    nothing.
+    """Report to the parameter's owner that torch function ``func`` is about to read, set or delete ``grad``; do nothing
+    for other functions.
 
-    ``args``: the call's, the parameter first. The owner may raise `PartitionError`.
+    ``args``: the function's arguments, the parameter first. The owner may raise `PartitionError`.
     """
     if getattr(func, "__self__", None) is not torch.Tensor.grad or not isinstance(args[0], nn.Parameter):
         return
@@ -188,8 +188,8 @@ def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
 
 
 def _parameter_of(value: object) -> nn.Parameter | None:
-    """Return the released parameter that has to be gathered before torch computes with ``value``, which is it or its
-    values; None for any other object."""
+    """Return the released parameter that ``value`` is, or whose values it is (`ReleasedValues`); None for any other
+    object."""
     if isinstance(value, ReleasedValues):
         return value.parameter
     return value if isinstance(value, nn.Parameter) and hasattr(type(value), _PRESENT) else None
@@ -201,9 +201,9 @@ def _is_released_value(value: object) -> bool:
 
 
 def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether torch function ``func``, called ``name``, gives the right result with placeholders.
+    """Return whether a torch function gives the right result with placeholders, so that nothing need be gathered.
 
-    ``args``, ``keywords``: the call's, in which released parameters may be.
+    ``name``: of the function ``func``. ``args``, ``keywords``: its arguments, among them released parameters.
     """
     if name == "__get__":
         return not reads_values(attribute_of(func), args[0])
@@ -217,10 +217,11 @@ def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict
 
 
 def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether the cast called ``name`` returns the tensor itself (``module.to`` of the present dtype and
-    device), or no tensor; True if the first argument is no released parameter. It is tried on an empty stand-in.
+    """Return whether a cast would return the released parameter itself (``to`` its present dtype and device), or no
+    tensor; True if the first argument is no released parameter.
 
-    A memory format changes nothing, as a unit's parameters are contiguous. Raises what torch raises for such a cast.
+    ``name``: of the cast. ``args``, ``keywords``: its arguments. The cast is tried on a stand-in of one element. A
+    memory format changes nothing, as a unit's parameters are contiguous. Raises what torch raises for such a cast.
     """
     if not _is_released_value(args[0]):
         return True
@@ -232,16 +233,17 @@ def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any])
 
 
 def _without_format(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments without ``memory_format``."""
+    """Return a copy of ``keywords`` without ``memory_format``."""
     return {key: value for key, value in keywords.items() if key != _FORMAT}
 
 
 def _by_gradient_edge(arguments: Any) -> list[Any]:
-    """Return the arguments of `torch.autograd.grad` as a list, with released parameters, also in lists and tuples,
-    replaced by their gradient edges, which need no values."""
+    """Return the ``arguments`` of `torch.autograd.grad` as a list in which gradient edges, which need no values, stand
+    for released parameters, also inside lists and tuples."""
 
     def edge(value: Any) -> Any:
-        """Return the gradient edge of a released parameter, in lists and tuples too; other values as they are."""
+        """Return ``value`` with each released parameter, also inside lists and tuples, replaced by its gradient edge.
+        """
         if isinstance(value, (list, tuple)):
             return type(value)(edge(item) for item in value)
         return get_gradient_edge(value) if isinstance(value, nn.Parameter) and _is_released_value(value) else value
@@ -250,10 +252,11 @@ def _by_gradient_edge(arguments: Any) -> list[Any]:
 
 
 def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Return a deep copy of a released parameter: gathered, of the user's class; or, for one that `Init` has sharded
-    and no engine owns yet, released like itself.
+    """Return a deep copy of a released parameter: a gathered one of the user's class, or a released one if `Init` has
+    sharded ``parameter`` and no engine owns it yet.
 
-    ``__deepcopy__`` of released parameters; ``memo`` is deepcopy's. Collective outside passes of an engine.
+    The ``__deepcopy__`` of released classes; ``memo`` is deepcopy's. Collective outside passes of an engine. Raises
+    `ReleasedParameterError` if the parameter cannot be gathered.
     """
     if id(parameter) not in memo:
         owner, record = find_owner(parameter), init_record(parameter)
@@ -270,14 +273,15 @@ def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Param
 
 
 def _pickle_with_values(parameter: nn.Parameter, protocol: Any) -> Any:
-    """Gather a released parameter, or raise `ReleasedParameterError` if that is not possible, and return what pickle
-    writes of it. Its ``__reduce_ex__``."""
+    """Gather a released parameter and return what pickle writes of it, or raise `ReleasedParameterError` if it cannot
+    be gathered. The ``__reduce_ex__`` of released classes."""
     _gathered_value(parameter, "pickle", writes=False)
     return unwatched(type(parameter)).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
 
 
 def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterError:
-    """Return the error for a use by torch function ``call`` of a released parameter that no engine owns."""
+    """Return the error for a released parameter that no engine owns, of which torch function ``call`` (its name) needs
+    the values."""
     record = init_record(parameter)
     if record is None:
         return ReleasedParameterError(
@@ -293,11 +297,11 @@ def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterErro
 
 @outside_modes  # whether a use meets a released parameter may differ between forward and its recomputation
 def _gathered_value(value: Any, call: str, *, writes: bool) -> torch.Tensor:
-    """Gather the parameter of ``value`` for torch function ``call`` (its name), and return the tensor to compute with.
+    """Gather a released parameter for torch function ``call`` (its name), and return the tensor to compute with.
 
-    It is a view of the parameter, detached for `ReleasedValues`, or the parameter itself once that has its own class
-    again. ``value``: a released parameter or a `ReleasedValues`. ``writes``: the call writes it. Raises
-    `ReleasedParameterError` if it cannot be gathered.
+    ``value``: the released parameter, or a `ReleasedValues` of it. The result is a view of the parameter, detached for
+    `ReleasedValues`, or the parameter itself if it has its own class again. ``writes``: the function writes it. Raises
+    `ReleasedParameterError` if the parameter cannot be gathered.
     """
     parameter: Any = _parameter_of(value)
     owner = find_owner(parameter)

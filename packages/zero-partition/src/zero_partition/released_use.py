@@ -1,4 +1,4 @@
-"""Gather the unit of a released parameter that code uses, or refuse the use by name."""
+"""Gather the unit of a released parameter whose values code uses, or raise an error that names the parameter."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ class ReleasedUse:
         self._in_training = False
 
     def forward_ended(self) -> None:
-        """Allow uses outside passes until `step_begins`: after a forward that trains they may be part of its loss."""
+        """Allow uses outside passes until `step_begins`, as a forward that trains has ended and they may be part of its
+        loss."""
         self._in_training = True
 
     def step_begins(self) -> None:
-        """Refuse uses outside passes until the next `forward_ended`; a single rank may always use parameters."""
+        """Refuse uses outside passes until the next `forward_ended`. A single rank may always use parameters."""
         self._in_training = False
 
     def used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Gather the unit of ``parameter``, which ``call`` (a torch function's name) is about to use; ``writes``: to
-        write.
+        """Gather the unit of ``parameter``, as the torch function named ``call`` is about to use its values;
+        ``writes``: the function writes them.
 
         Does nothing for a parameter that is never released or that the user has gathered. Raises
         `ReleasedParameterError`, naming it, for writes outside passes and where it cannot be gathered (see [Note: when
@@ -76,16 +77,16 @@ class ReleasedUse:
             _answer_with_views(unit)
 
     def gathered(self, units: Iterable[Unit]) -> None:
-        """Have autograd save views of the parameters of ``units``, which the user has gathered and may use in a loss;
-        do nothing unless `forward_ended` was called since the last step."""
+        """Prepare the parameters of ``units``, which the user has just gathered, for use in a loss: autograd will save
+        views of them instead of the parameters. Do nothing unless `forward_ended` was called since the last step."""
         if self._in_training:
             for unit in units:
                 _answer_with_views(unit)
 
 
 def _answer_with_views(unit: Unit) -> None:
-    """Have torch functions compute with views of a gathered unit's parameters instead of the parameters themselves,
-    by giving these the class of released parameters.
+    """Have torch functions compute with views of the parameters of ``unit``, which is gathered, instead of the
+    parameters themselves, by giving these their released classes.
 
     Autograd saves a leaf as the parameter, which is a placeholder again in backward, but a view as its memory.
     """

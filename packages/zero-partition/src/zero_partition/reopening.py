@@ -44,7 +44,7 @@ class Reopening:
         """Make an engine that a failure has ended usable again; do nothing for any other. Collective after a failure.
 
         ``call``: the engine's method, for messages. Raises `CommError` if the engine cannot continue, or a rank does
-        not call this in time; a later call cannot succeed then.
+        not call this in time; no later call can succeed then.
         """
         liveness, loop = self._parts.liveness, self._parts.loop
         if not liveness.failed:
@@ -66,10 +66,10 @@ class Reopening:
         liveness.revive()
 
     def _drop_step(self, cause: str) -> None:
-        """Reset everything to the state before the step's first forward, except buffers and random generators, as in
-        plain torch.
+        """Reset gathers, reductions, gradients and learned orders to the state before the step's first forward. Buffers
+        and random generators stay as they are, as in plain torch.
 
-        ``cause``: the failure, named until the gradients are zeroed.
+        ``cause``: the failure, which errors name until the gradients are zeroed.
         """
         parts = self._parts
         in_pass = parts.gathers.active

@@ -1,4 +1,8 @@
-"""Parameters that user code has put over the memory of other weights: copies of their values, and refusals of ties."""
+"""Find replaced parameters, whose ``.data`` user code has put over other memory: refuse ties, copy values from weights.
+
+A parameter is replaced if its memory is neither its placeholder nor its view of the unit's flat buffer. Two are tied if
+they share elements.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,12 @@ TIED = (
 
 @without_torch_function
 def find_tied(units: Iterable[Unit]) -> tuple[Unit, int, str] | None:
-    """Find the first parameter of ``units`` that user code has put over memory of another one (``a.data = b.data``).
+    """Find the first parameter of ``units`` that user code has put over the memory of another one (``a.data =
+    b.data``).
 
-    Return its unit, its number there, and the problem as the rest of a sentence about the parameter; None if no
+    Return its unit, its index in the unit, and the problem as the rest of a sentence about the parameter; None if no
     replaced parameter shares elements with another. Hidden units (`Unit.hidden`), whose parameters read NaN for a time,
-    are passed over, and so are placeholders.
+    and placeholders are passed over.
     """
     places = {name: (unit, number) for unit in units for number, name in enumerate(unit.names) if not unit.hidden}
     replaced = {name for name, (unit, number) in places.items() if _is_replaced(unit, number)}
@@ -45,8 +50,9 @@ def find_tied(units: Iterable[Unit]) -> tuple[Unit, int, str] | None:
 
 @without_torch_function
 def find_misfits(units: Iterable[Unit]) -> list[str]:
-    """Return a sentence about each gathered parameter of ``units`` whose new memory the engine cannot take values from,
-    as it has another shape or is another parameter's too; of the latter only the first. Empty if there are none."""
+    """Return a sentence about each gathered parameter of ``units`` whose new memory the engine cannot take values from:
+    one of another shape, or one that is tied to another parameter (of these only the first). Empty if there are none.
+    """
     units = list(units)
     found = [
         f"parameter '{name}' was given a tensor of shape {tuple(parameter.shape)}, expected {tuple(view.shape)}"
@@ -62,8 +68,8 @@ def find_misfits(units: Iterable[Unit]) -> list[str]:
 
 @without_torch_function
 def copy_replaced(units: Sequence[Unit]) -> None:
-    """Give replaced parameters of ``units`` a copy of their values where these lie in the flat buffers of ``units``,
-    which are about to be written."""
+    """Give each replaced parameter whose values lie in the flat buffers of ``units`` a copy of them as its ``.data``,
+    as these buffers are about to be written."""
     flats = {storage_address(unit.flat) for unit in units}
     for unit in units:
         for number, parameter in enumerate(unit.parameters):
@@ -74,8 +80,8 @@ def copy_replaced(units: Sequence[Unit]) -> None:
 
 @without_torch_function
 def copy_pending(units: Sequence[Unit]) -> None:
-    """Replace pending values of ``units`` (`UnitEdits.pending`) that lie in the memory of weights of ``units``, which
-    is about to be written, by copies."""
+    """Replace by copies the pending values of ``units`` (`UnitEdits.pending`) that lie in the flat buffers of
+    ``units``, as these are about to be written."""
     flats = {storage_address(unit.flat) for unit in units}
     for unit in units:
         for number, values in unit.edits.pending.items():
@@ -84,11 +90,11 @@ def copy_pending(units: Sequence[Unit]) -> None:
 
 
 def _is_replaced(unit: Unit, number: int) -> bool:
-    """Return whether user code has given parameter ``number`` of ``unit`` other memory than its placeholder or view."""
+    """Return whether user code has replaced the parameter with index ``number`` in ``unit``."""
     kept = unit.placeholders[0].views if unit.state is UnitState.RELEASED else unit.views
     return not unit.parameters[number].is_set_to(kept[number])
 
 
 def _lies_in(tensor: torch.Tensor, storages: set[int]) -> bool:
-    """Return whether a tensor has strided memory in one of ``storages`` (addresses)."""
+    """Return whether ``tensor`` is strided and its storage is one of ``storages`` (addresses)."""
     return is_plain(tensor) and tensor.layout == torch.strided and storage_address(tensor) in storages

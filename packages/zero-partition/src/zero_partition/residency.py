@@ -9,10 +9,10 @@ import torch
 
 
 class Residency(Protocol):
-    """Keeps named shards on a tier and brings them to the compute device in time.
+    """Keeps named shards on a tier and makes them available on the compute device in time.
 
     Call order per shard: `prefetch` (optional), `acquire`, use, `release`; `flush` before anything outside reads the
-    tier.
+    tier. Names are those that `put` was given.
     """
 
     def put(self, name: str, shard: torch.Tensor) -> None:
@@ -25,7 +25,8 @@ class Residency(Protocol):
         """End an `acquire`; ``dirty``: the caller wrote the shard, and the store has to write it to its tier."""
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Start loading these shards, which will be acquired soon and in this order; a hint."""
+        """Start loading the shards ``names``, which will be acquired soon and in this order; a hint that a store may
+        ignore."""
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
         """Return the shard in the tier's own memory (host, or the device) for an optimizer to write, valid until
@@ -42,10 +43,10 @@ class Residency(Protocol):
 
     @property
     def resident_bytes(self) -> int:
-        """Return the bytes of shards and buffers that the store holds in memory now."""
+        """The bytes of shards and buffers that the store holds in memory now."""
 
     def close(self) -> None:
-        """Free all shards. May be called twice."""
+        """Free all shards. May be called more than once."""
 
 
 class DeviceResidency:
@@ -66,7 +67,7 @@ class DeviceResidency:
         """Do nothing, as the shard stays where it is."""
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Do nothing, as the shards are there."""
+        """Do nothing, as the shards are on the device."""
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
         """Return the stored tensor itself. Raises KeyError for an unknown name."""
@@ -77,21 +78,21 @@ class DeviceResidency:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all shards, including those that are views of gathered parameters."""
+        """Bytes of all shards, including those whose memory is part of a gathered unit's."""
         return sum(shard.nbytes for shard in self._shards.values())
 
     def flush(self) -> None:
         """Do nothing, as nothing is written elsewhere."""
 
     def close(self) -> None:
-        """Forget all shards."""
+        """Drop the references to all shards."""
         self._shards.clear()
 
 
 class Readers:
     """Background readers of shards, masters and states, such as a checkpoint that is copied during training.
 
-    Code that writes shards, masters or states outside forward and backward waits for them first.
+    Code that writes shards, masters or states outside forward and backward first waits for the readers, by `wait`.
     """
 
     def __init__(self) -> None:

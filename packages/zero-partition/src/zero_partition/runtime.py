@@ -52,11 +52,10 @@ class Runtime:
 
     Passes that gather sharded parameters, and backward passes that reduce, are collective.
 
-    ``gradients``: of the trained units. ``residency``: keeps the shards. ``live``: counts gathered elements.
-    ``device``: where modules compute. ``prefetch_numel``, ``max_live_numel``, ``bucket_numel``: bounds in elements, of
-    `PartitionOptions`. ``complete``: every backward pass reduces every unit, each when it has all its gradients.
-
-    ``groups``: the process groups, which `abort` destroys.
+    ``gradients``: of the trained units. ``groups``: the process groups, which `abort` destroys. ``residency``: keeps
+    the shards. ``live``: counts gathered elements. ``device``: where modules compute. ``prefetch_numel``,
+    ``max_live_numel``, ``bucket_numel``: bounds in elements, of `PartitionOptions`. ``complete``: every backward pass
+    reduces every unit, each when it has all its gradients.
 
     Attributes:
         units: the units, by index.
@@ -192,12 +191,12 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Finish the backward pass: wait for its reductions and release all units; do nothing if none is running.
-        Collective if it gathers or reduces. Raises as `Passes.end_backward`."""
+        Collective if it gathers or reduces. Raises the errors of `Passes.end_backward`."""
         self.passes.end_backward()
 
     def compile(self, model: nn.Module, **options: Any) -> list[str]:
-        """Compile ``model`` by torch.compile with ``options``, region by region (see `CompiledRegions`); return the
-        names of the regions.
+        """Compile ``model`` by torch.compile, region by region (see `CompiledRegions`); return the names of the
+        regions. ``options``: arguments of torch.compile.
 
         A second call replaces the first.
         """
@@ -207,19 +206,20 @@ class Runtime:
         return self._compiled.names
 
     def run_unit_by_unit(self, bodies: Sequence[Body], around_inputs: Around) -> None:
-        """Run ``bodies``, each the forward and backward of one micro-batch, unit by unit (see `UnitByUnit.run`)."""
+        """Run ``bodies``, each the forward and backward of one micro-batch, unit by unit. ``around_inputs``: as
+        `UnitByUnit.run` takes it."""
         self._unit_by_unit.run(bodies, around_inputs)
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
-        """Gather ``unit`` in the calls of ``module``, called ``name`` in the model, too, from now on."""
+        """From now on gather ``unit`` also for the calls of ``module``, whose name in the model is ``name``."""
         self._hooks.add_use(name, module, unit)
 
     @contextmanager
     def synced(self) -> Iterator[None]:
         """Let ranks call forward a different number of times inside the block, without backward. Every rank enters it.
 
-        A rank that leaves it joins the gathers of the others, and blocks, until all have left; after an exception, or
-        where nothing is sharded, it does not. Raises `PartitionError` if one is open already.
+        A rank that leaves the block takes part in the gathers of the others, and blocks, until all have left; it does
+        not after an exception, or where nothing is sharded. Raises `PartitionError` if such a block is open already.
         """
         if self._agreement.synced:
             raise PartitionError("synced() is open already")
@@ -232,7 +232,7 @@ class Runtime:
             self._agreement.synced = False
 
     def pause(self) -> None:
-        """Have module hooks do nothing until `resume`, for a model whose parameters the user has gathered.
+        """Have module hooks neither gather nor release units until `resume`, as the user has gathered all parameters.
 
         Raises `PartitionError` inside a pass.
         """
@@ -241,12 +241,12 @@ class Runtime:
         self._calls.paused = True
 
     def resume(self) -> None:
-        """End `pause`: module hooks gather and release again."""
+        """End `pause`: module hooks gather and release units again."""
         self._calls.paused = False
 
     def close(self) -> None:
-        """Remove all hooks from the model, stop watching gradients and `zero_grad`, and call what `on_close` was given;
-        parameters stay as they are, sharded or gathered. Does not communicate."""
+        """Remove all hooks from the model, stop watching gradients and `zero_grad`, and call the functions given to
+        `on_close`. Parameters stay as they are, sharded or gathered. Does not communicate."""
         if self._compiled is not None:
             self._compiled.remove()
         self._hooks.remove()
@@ -255,7 +255,7 @@ class Runtime:
             remove()
 
     def watch_units(self, watch: UnitWatch) -> None:
-        """Have ``watch`` called when units compute, instead of any former one; see `UnitWatch`."""
+        """Have the methods of ``watch`` called when units compute, in place of any earlier watch; see `UnitWatch`."""
         self._watched_units.watch = watch
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
@@ -278,19 +278,19 @@ class Runtime:
     # -- the other ranks ---------------------------------------------------------------------------------------------
 
     def agree(self, kind: str, name: str, payload: Any) -> list[Any]:
-        """Exchange ``payload`` (plain data) with all ranks; return theirs in rank order. Collective.
+        """Exchange ``payload`` (plain data) with all ranks; return the payloads in rank order. Collective.
 
         ``kind`` and ``name`` say what the ranks meet for. Raises `DesyncError` unless they are the same everywhere, and
-        what `Agreement.agree` raises else.
+        the other errors of `Agreement.agree`.
         """
         return self._agreement.agree(kind, name, payload)
 
     def shard_changed(self, unit: Unit) -> None:
-        """Note that this rank alone has changed its shard of ``unit``; the next agreement tells the other ranks."""
+        """Record that this rank alone has changed its shard of ``unit``; the next agreement tells the other ranks."""
         self._agreement.note_changed(unit)
 
     def _serve_others(self) -> None:
-        """Join the gathers of other ranks' forward passes, without computing, and block until all ranks leave
+        """Take part in the gathers of other ranks' forward passes, without computing, and block until all ranks leave
         `synced`."""
         while (running := self._agreement.meet_done()) is not None:
             self.gatherer.begin(forward_key(running))
@@ -299,17 +299,18 @@ class Runtime:
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def _half_written(self) -> str | None:
-        """Return what a tier's update that failed in the middle has left half written; None for nothing."""
+        """Return words for the tier's update that failed in the middle and has left values half written; None if there
+        is none."""
         tier = next((unit.states for unit in self.units if unit.states is not None), None)
         return None if tier is None else tier.half_written()
 
     @property
     def failed(self) -> bool:
-        """True if an earlier failure has ended this runtime."""
+        """True if an earlier failure has ended this runtime, until `reopen`."""
         return self._liveness.failed
 
     def check_alive(self) -> None:
-        """Raise `CommError`, which says what to do, if an earlier failure has ended this runtime; else do nothing."""
+        """Raise `CommError`, which says what to do, if an earlier failure has ended this runtime."""
         self._liveness.check()
 
     def reopen(self, call: str) -> None:
@@ -345,13 +346,13 @@ class Runtime:
         return self.passes.failed_in(call, failure, awaited=awaited)
 
     def refuse_torn(self, call: str) -> None:
-        """Raise `PartitionError`, naming ``call``, if a failed backward pass has left a part of its gradients and they
-        were not discarded since."""
+        """Raise `PartitionError`, naming ``call`` (the engine's method), if a failed backward pass has left only a part
+        of its gradients and they were not discarded since."""
         self.held_gradients.refuse_torn(call)
 
     def _never_reduced(self) -> dict[str, nn.Parameter]:
-        """Return, by name, the parameters that require gradients but are not trained, as no optimizer has them, so that
-        no reduction averages their gradients; empty with a single rank."""
+        """Return, by name, the parameters that require gradients but that no optimizer trains, so that no reduction
+        averages their gradients; empty with a single rank."""
         if self.groups.control.world_size == 1:
             return {}
         untrained = [u for u in self.units if not u.plan.trainable]

@@ -17,7 +17,7 @@ from .unit import Unit
 
 
 class SavedViews:
-    """Saved-tensor hooks that make backward gather a unit before it reads a saved view of it.
+    """Saved-tensor hooks that make backward gather a unit before it reads a saved view of the unit's memory.
 
     Other tensors go through the hooks that were active before `open`, if any (save_on_cpu and the like), else are saved
     as they are, in an object whose attribute ``stays`` is True: hooks inside, which call these, may store such a tensor
@@ -50,8 +50,8 @@ class SavedViews:
         self._context.__enter__()
 
     def open_in_backward(self) -> None:
-        """Install the hooks, as `open` does, for a forward that backward recomputes; do nothing if activation
-        checkpointing has its own hooks there: it keeps the views themselves, whose memory stays."""
+        """Install the hooks, as `open` does, for a forward that backward recomputes. Do nothing if activation
+        checkpointing has its own hooks installed there: it keeps the views themselves, whose memory stays."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None or getattr(outer[0], "__module__", "") != CHECKPOINT_MODULE:
             self.open()
@@ -63,18 +63,18 @@ class SavedViews:
             self._context = None
 
     def _make_pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Callable[[torch.Tensor], Any]:
-        """Return the pack hook: saves a view of a unit as a `_SavedView`, and leaves other tensors to ``outer``.
+        """Return the pack hook, which saves a view of a unit as a `_SavedView` and leaves other tensors to ``outer``.
 
-        ``outer``: the (pack, unpack) hooks that were active before, None for none. Those of activation checkpointing
-        get views of units too, as they count what is saved.
+        ``outer``: the (pack, unpack) hooks that were active before, None for none. If these are activation
+        checkpointing's, they are called with views of units too, as they count what is saved.
         """
         find = self._unit_of_storage
         # checkpointing around the engine counts what is saved, and sees these views when it runs forward again
         is_counted = outer is not None and getattr(outer[0], "__module__", "") == CHECKPOINT_MODULE
 
         def pack(tensor: torch.Tensor) -> Any:
-            """Return what autograd keeps of ``tensor`` until backward, for `_unpack`: a `_SavedView` of a unit, or a
-            `_SavedTensor`, or a `_SavedOuter` where the outer hooks take the tensor."""
+            """Return the object that autograd keeps of ``tensor`` until `_unpack`: a `_SavedView` for a view of a unit;
+            else a `_SavedOuter` if there are outer hooks, or a `_SavedTensor`."""
             unit = find(address_of(tensor))
             if outer is not None:
                 if unit is None:
@@ -88,9 +88,9 @@ class SavedViews:
         return pack if outer is None else functools.update_wrapper(pack, outer[0], assigned=(), updated=())
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor that was packed, gathering its unit first if it is a view of one.
+        """Return the tensor that the pack hook saved as ``packed``; gather its unit first if it is a view of one.
 
-        Raises `PartitionError` for such a view, RuntimeError for any other tensor, if it was written since.
+        If the tensor was written since, raises `PartitionError` for a view of a unit, RuntimeError for any other.
         """
         if isinstance(packed, _SavedTensor):
             saved, version = packed
@@ -133,7 +133,7 @@ class _SavedView:
         self.memory.saved += self.holds
 
     def __del__(self) -> None:
-        """Count the view out, as autograd has dropped it."""
+        """Subtract the view from the unit's count, as autograd has dropped it."""
         self.memory.saved -= self.holds
 
 
@@ -149,10 +149,13 @@ class _SavedTensor(tuple[torch.Tensor, int]):
 
 
 class _SavedOuter:
-    """A tensor that hooks around the engine have packed, with their unpack hook; made by packing ``tensor``.
+    """A tensor that outer hooks, installed around the engine, have packed, and their unpack hook. Constructing it packs
+    ``tensor``.
+
+    ``pack``, ``unpack``: the outer hooks.
 
     Attributes:
-        stays: those hooks have left the tensor as it is.
+        stays: the outer hooks have left the tensor as it is.
     """
 
     __slots__ = ("_packed", "_unpack", "stays")
@@ -165,12 +168,12 @@ class _SavedOuter:
         self.stays: bool = self._packed is tensor or getattr(self._packed, "stays", False)
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, unpacked by the hooks."""
+        """Return the tensor, unpacked by the outer hooks."""
         return self._unpack(self._packed)
 
 
 def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
-    """Raise the RuntimeError that torch raises for a ``tensor`` that was written in place after it was saved.
+    """Raise the RuntimeError that torch raises where ``tensor`` was written in place after autograd saved it.
 
     ``version``: its version counter when it was saved.
     """
@@ -182,8 +185,8 @@ def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, of a fake tensor a number for it; 0 for a tensor that has no storage of
-    its own (sparse ones)."""
+    """Return the address of the storage of ``tensor``; for a fake tensor a number that identifies the storage; 0 for a
+    tensor without a storage of its own (a sparse one)."""
     try:
         return tensor.untyped_storage().data_ptr() or storage_address(tensor)
     except (NotImplementedError, RuntimeError):  # sparse and functional tensors have no storage of their own
@@ -191,8 +194,8 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def explain_refused_transform(failure: BaseException, name: str) -> None:
-    """Replace the text of ``failure``, if it is torch's refusal of a torch.func transform because of `SavedViews`, by
-    one that names parameter ``name`` and says what to write; else do nothing."""
+    """Replace the text of ``failure``, in place, by one that names parameter ``name`` and says what to write instead,
+    if it is torch's refusal of a torch.func transform because of `SavedViews`; else do nothing."""
     if isinstance(failure, RuntimeError) and "saved tensor hooks" in str(failure):
         failure.args = (
             "torch.func.grad, vjp, jacrev and hessian cannot run inside a forward that gathers sharded parameters such "
@@ -202,8 +205,8 @@ def explain_refused_transform(failure: BaseException, name: str) -> None:
 
 
 def explain_refused_tracing(failure: BaseException, name: str) -> None:
-    """Replace the text of ``failure``, if torch could not trace the class of a parameter, by one that names parameter
-    ``name`` and says what to write; else do nothing."""
+    """Replace the text of ``failure``, in place, by one that names parameter ``name`` and says what to write instead,
+    if it says that torch could not trace the class of a parameter; else do nothing."""
     if isinstance(failure, TypeError) and "ProxyTorchDispatchMode" in str(failure):
         failure.args = (
             "torch.func.linearize and make_fx cannot trace a forward inside an engine, whose parameters such as "

@@ -1,4 +1,7 @@
-"""torch.jit modules, which take no hooks, so that hooks of the module around them are used instead."""
+"""torch.jit modules, which take no hooks, so that hooks of the module around them are used instead.
+
+A scripted module is one made by torch.jit, by scripting or tracing.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from .units import UnitPlan
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """Return whether torch lets hooks be registered on ``module``: not on scripted and traced ones (torch.jit)."""
+    """Return whether torch lets hooks be registered on ``module``: True for all but scripted modules."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
 def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, released: bool) -> None:
-    """Replace scripted members of ``plans``, in place, by the innermost enclosing modules that take hooks and are
+    """Replace each scripted member of ``plans``, in place, by the innermost module around it that takes hooks and is
     called.
 
-    ``released``: parameters are sharded (stage 3). If they are and ``model`` itself is scripted, raises
-    `PartitionError`, as no hook tells when it runs; at lower stages such members are left out.
+    ``released``: parameters are sharded (stage 3). Then raises `PartitionError` if ``model`` itself is scripted, as no
+    hook tells when it runs; at lower stages such a member is removed.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for plan in plans:
@@ -41,6 +44,6 @@ def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, 
 
 
 def reports_calls(module: nn.Module) -> bool:
-    """Return whether hooks on ``module`` tell when it runs: not if it takes none, nor if it is a ModuleList or
+    """Return whether hooks on ``module`` tell when it runs: not if it is scripted, nor if it is a ModuleList or
     ModuleDict, which is never called."""
     return takes_hooks(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))

@@ -20,21 +20,21 @@ from .shared_storage import held_elsewhere
 
 
 class NewShard(Protocol):
-    """Allocates the memory of a shard: a 1-D tensor of ``numel`` elements of any value."""
+    """Allocates the memory of a shard."""
 
     def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, /) -> torch.Tensor:
-        """Return a new 1-D tensor of ``numel`` elements of any value."""
+        """Return a new uninitialised 1-D tensor of ``numel`` elements."""
 
 
 class _Context(Protocol):
     """The open `Init` context in which a parameter was sharded."""
 
     def meet(self, records: list[ShardedParameter]) -> None:
-        """Raise `DesyncError` on every rank unless all are about to gather the same ``records``. Collective."""
+        """Raise `DesyncError` on every rank unless all ranks are about to gather the same ``records``. Collective."""
 
 
 class _Numbers:
-    """Numbers the `ShardedParameter` records in the order of creation.
+    """Gives each `ShardedParameter` record a number, in the order of creation.
 
     Attributes:
         next: the number that the next record gets.
@@ -58,9 +58,10 @@ _NUMBERS = _Numbers()
 class ShardedParameter:
     """The record of a parameter that `Init` has sharded: this rank's ``shard`` (1-D, padded to 1/N of the elements).
 
-    The parameter is full at first. `reshard` stores the shard of its present values and makes it a placeholder;
-    `gather` makes it full again. Its dtype is that of the user's code until `convert`. Copies and pickles of the
-    parameter have no record.
+    The parameter is full at first. `reshard` stores the shard of its present values and releases it, so that it is a
+    placeholder; `gather` makes it full again. Its dtype is that of the user's code until `convert`. Copies and pickles
+    of the parameter have no record. The record refers weakly to ``parameter``: once that is gone, methods do nothing to
+    it.
 
     ``group``: the ranks that have a shard each. ``new_shard``: allocates shards. ``context``: the `Init` that has
     sharded it, None for none.
@@ -95,8 +96,8 @@ class ShardedParameter:
         return type(None), ()
 
     def set_name(self, name: str) -> None:
-        """Set the parameter's name, unless the present one has more components and so comes from a module further
-        out."""
+        """Set the parameter's name to ``name`` unless the present name has more components, as it then comes from a
+        module further out."""
         if not self._is_named or name.count(".") >= self.name.count("."):
             self.name, self._is_named = name, True
 
@@ -107,8 +108,8 @@ class ShardedParameter:
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's shard (1-D, padded with zeros): the stored one of a released parameter, a new one sliced from the
-        present values of a full one."""
+        """This rank's shard (1-D, padded with zeros): the stored one if the parameter is released, else a new tensor
+        with this rank's slice of the present values."""
         parameter = self._parameter()
         if parameter is None or not self.is_full:
             assert self._shard is not None
@@ -122,8 +123,7 @@ class ShardedParameter:
         return shard
 
     def reshard(self) -> None:
-        """Store this rank's shard of the present values and make the parameter a placeholder; do nothing if it is not
-        full, or gone."""
+        """Store this rank's shard of the present values and release the parameter; do nothing if it is not full."""
         parameter = self._parameter()
         if parameter is None or not self.is_full:
             return
@@ -132,17 +132,17 @@ class ShardedParameter:
             self._release(parameter, self.shard)
 
     def forget_changes(self) -> None:
-        """Make a full parameter a placeholder again and keep the shard from before, dropping changes since; do nothing
-        if it is not full, or has had no shard yet."""
+        """Release a full parameter but keep the shard from before it was gathered, so that changes since are dropped.
+        Do nothing if the parameter is not full or has never been sharded."""
         parameter = self._parameter()
         if parameter is not None and self.is_full and self._shard is not None:
             with torch._C.DisableTorchFunction():
                 self._release(parameter, self._shard)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Convert the shard of a released parameter to ``dtype``, which its placeholder has then too.
+        """Convert the shard and the placeholder of a released parameter to ``dtype``.
 
-        Does nothing to a full one, whose memory other tensors may share, nor if the dtype is the same.
+        Does nothing to a full parameter, whose memory other tensors may share.
         """
         parameter = self._parameter()
         if parameter is not None and not self.is_full and self.shard.dtype != dtype:
@@ -150,12 +150,12 @@ class ShardedParameter:
             self._release(parameter, shard.copy_(self.shard))
 
     def forget(self) -> None:
-        """Stop referring to the parameter, which an engine owns from now on, even if the user has gathered it."""
+        """Drop the reference to the parameter, which an engine owns from now on, even if the user has gathered it."""
         self._parameter = _do_nothing
 
     def released_copy(self, kind: type[nn.Parameter]) -> nn.Parameter:
-        """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's, with a record of
-        its own. Only while this one is released and its parameter exists."""
+        """Return a new released parameter of class ``kind`` with a record of its own, whose shard is a copy of this
+        one's. Only while this parameter is released and exists."""
         original = self._parameter()
         assert original is not None
         with torch._C.DisableTorchFunction():
@@ -167,7 +167,7 @@ class ShardedParameter:
         return made
 
     def _release(self, parameter: nn.Parameter, shard: torch.Tensor) -> None:
-        """Keep ``shard`` and make ``parameter`` a placeholder of the shard's dtype; its memory is freed unless other
+        """Store ``shard`` and make ``parameter`` a placeholder of the shard's dtype; frees its memory unless other
         tensors share it."""
         self._shard = shard
         self._placeholder = Placeholders([(self.name, parameter)], shard.dtype, shard.device)
@@ -175,8 +175,8 @@ class ShardedParameter:
         self.is_full = False
 
     def meet(self, others: Sequence[ShardedParameter]) -> None:
-        """Check, while the `Init` is open, that all ranks are about to gather this parameter and ``others``; once it is
-        closed, do nothing.
+        """Check that all ranks are about to gather this parameter and ``others``, while the `Init` is open; do nothing
+        once it is closed.
 
         Raises `DesyncError` on every rank if they are not. Collective.
         """
@@ -185,7 +185,7 @@ class ShardedParameter:
             context.meet([self, *others])
 
     def gather(self) -> None:
-        """Make a released parameter full, in memory of its own; do nothing if it is full, or gone. Collective.
+        """Make a released parameter full, in memory of its own; do nothing if it is full. Collective.
 
         Raises `ReleasedParameterError` if the placeholder was written.
         """
@@ -198,8 +198,11 @@ class ShardedParameter:
             self.is_full = True
 
     def broadcast_from(self, rank: int) -> None:
-        """Replace the values of the full parameter by those of ``rank`` on every rank: in place, but in new memory if
-        it is expanded from fewer elements. Does nothing for a released one. Collective."""
+        """Replace the values of a full parameter, on every rank, by those of rank ``rank``; do nothing to a released
+        one. Collective.
+
+        The values are written in place, or into new memory if the parameter is expanded from fewer elements.
+        """
         parameter = self._parameter()
         if parameter is not None and self.is_full:
             with torch._C.DisableTorchFunction():
@@ -213,13 +216,13 @@ class ShardedParameter:
 
     @property
     def kind(self) -> str:
-        """The parameter's present dtype and shape as text, to compare ranks by; "" if it is gone."""
+        """The parameter's present dtype and shape as text, to compare them between ranks; "" if it is gone."""
         parameter = self._parameter()
         return "" if parameter is None else f"{parameter.dtype} {tuple(parameter.shape)}"
 
     def digest(self) -> str:
-        """Return a hash of the full parameter's values as text, to compare ranks by; "" if it is gone or a fake
-        tensor."""
+        """Return a hash of the full parameter's values as text, to compare them between ranks; "" if the parameter is
+        gone or a fake tensor."""
         parameter = self._parameter()
         with torch._C.DisableTorchFunction():
             if parameter is None or is_fake(parameter.data):
@@ -229,7 +232,7 @@ class ShardedParameter:
 
     def read(self) -> torch.Tensor:
         """Return the full values in the parameter's shape, without changing the parameter: its own memory if it is
-        full, else new. Collective if released.
+        full, else new memory. Collective if it is released.
 
         Raises `ReleasedParameterError` if the placeholder was written.
         """
@@ -250,12 +253,12 @@ def sharded_record(parameter: object) -> ShardedParameter | None:
 
 
 def _do_nothing() -> None:
-    """Return None: stands for a weak reference to an object that is gone, or was never there."""
+    """Return None, in place of a weak reference to an object that is gone or was never there."""
     return None
 
 
 def records_by_number(numbers: Sequence[int]) -> list[ShardedParameter]:
-    """Return the records with these ``numbers`` that exist on this rank, in the order given; others are left out."""
+    """Return the records with the given ``numbers`` that still exist on this rank, in the order given."""
     return [record for number in numbers if (record := _NUMBERS.records.get(number)) is not None]
 
 
@@ -265,13 +268,13 @@ def next_number() -> int:
 
 
 def number_from(number: int) -> None:
-    """Number the next records from ``number`` on; no record may have one of these numbers."""
+    """Continue the numbering of new records at ``number``; no record may have that number or a later one."""
     _NUMBERS.next = number
 
 
 def shared_with_others(records: Sequence[ShardedParameter]) -> list[bool]:
-    """Return for each record whether other code holds a tensor or an array in its parameter's memory
-    (`held_elsewhere`); False where the parameter is gone."""
+    """Return for each record whether other code holds a tensor or an array in its parameter's memory, as
+    `held_elsewhere` finds; False where the parameter is gone."""
     parameters = [record._parameter() for record in records]
     alive = [parameter for parameter in parameters if parameter is not None]
     with torch._C.DisableTorchFunction():
@@ -280,5 +283,5 @@ def shared_with_others(records: Sequence[ShardedParameter]) -> list[bool]:
 
 
 def in_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an uninitialised 1-D tensor on ``device`` (a `NewShard`)."""
+    """Return a new uninitialised 1-D tensor of ``numel`` elements on ``device``; the plain `NewShard`."""
     return torch.empty(numel, dtype=dtype, device=device)

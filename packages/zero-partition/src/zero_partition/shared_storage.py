@@ -35,7 +35,8 @@ class _NamedTensor:
 
 
 def refuse_shared_storage(model: nn.Module) -> None:
-    """Raise `PartitionError`, naming both, if a parameter shares elements with another parameter or a buffer.
+    """Raise `PartitionError`, naming both, if a parameter of ``model`` shares elements with another parameter or a
+    buffer.
 
     In plain torch a write to one is a write to the other; parameters in flat buffers would diverge. Buffers may share
     memory with each other, and one parameter may have several names (tied weights).
@@ -56,7 +57,7 @@ def refuse_shared_storage(model: nn.Module) -> None:
 
 
 def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Return for each parameter whether a write to another tensor or array could change it. May be True needlessly.
+    """Return for each parameter whether a write to another tensor or array could change it. May be True where none can.
 
     True for all of ``parameters`` in one storage if any other tensor or array uses that storage, or if two of them
     share elements. False for a parameter whose memory is not examined: a tensor subclass, one that is empty, not
@@ -90,8 +91,8 @@ def first_sharing(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the positions of ``tensors`` in groups: those whose ranges of bytes in one storage overlap are together,
-    any other is alone."""
+    """Return the indices of ``tensors`` in groups: tensors whose byte ranges in one storage overlap are in one group;
+    any other tensor is a group of its own."""
     groups: list[list[int]] = []
     by_storage: dict[int, list[_NamedTensor]] = {}
     for number, tensor in enumerate(tensors):
@@ -109,11 +110,11 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def warn_of_aliases(model: nn.Module) -> None:
-    """Log a warning, naming the first, if tensors or arrays that are none of the model's are in parameters' memory.
+    """Log a warning that names the first parameter of ``model`` in whose memory there are tensors or arrays that are
+    not the model's; log nothing if there is none.
 
-    What only uncollected garbage holds does not count: it is collected first. Memory of which a parameter was made
-    without torch knowing its other users (`torch.from_numpy`) is not seen, and memory that a closed engine has left is
-    passed over.
+    Garbage is collected first, so that what only garbage holds does not count. Users of memory that torch does not know
+    of (`torch.from_numpy`) are not seen, and memory that a closed engine has left is passed over.
     """
     names = _aliased(model)
     if names and gc.collect():
@@ -130,8 +131,8 @@ def warn_of_aliases(model: nn.Module) -> None:
 
 
 def _aliased(model: nn.Module) -> list[str]:
-    """Return the names of parameters in whose memory there are tensors or arrays that are none of the model's; empty if
-    there are none."""
+    """Return the names of the parameters of ``model`` in whose memory there are tensors or arrays that are not the
+    model's."""
     by_storage: dict[int, list[_NamedTensor]] = {}
     for named in _tensors(model):
         by_storage.setdefault(named.storage, []).append(named)
@@ -146,7 +147,8 @@ def _aliased(model: nn.Module) -> list[str]:
 
 
 def _replaced_before_use(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield aliases of weights that `torch.nn.utils.spectral_norm` leaves until forward computes another weight."""
+    """Yield the weights that `torch.nn.utils.spectral_norm` keeps as plain attributes of modules of ``model`` until
+    forward computes others; they alias parameters."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):
@@ -154,7 +156,7 @@ def _replaced_before_use(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _tensors(model: nn.Module) -> Iterator[_NamedTensor]:
-    """Yield the parameters and buffers of ``model`` that have strided memory."""
+    """Yield the parameters and buffers of ``model`` whose memory `_byte_range` can tell."""
     for name, parameter in model.named_parameters():
         yield from _byte_range("parameter", name, parameter.data)
     for name, buffer in model.named_buffers():
@@ -162,9 +164,11 @@ def _tensors(model: nn.Module) -> Iterator[_NamedTensor]:
 
 
 def _byte_range(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_NamedTensor]:
-    """Yield ``tensor`` with the bytes that it spans; nothing for a subclass, one without strided memory, an empty one,
-    and a parameter that is one element expanded to its shape. ``kind``: "parameter" or "buffer"; ``name``: in the
-    model."""
+    """Yield ``tensor`` once, with the bytes that it spans; nothing if it is a tensor subclass, has no strided memory,
+    is empty, or is a parameter that expands a single element to its shape.
+
+    ``kind``: "parameter" or "buffer". ``name``: in the model.
+    """
     if not is_plain(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return
     if kind == "parameter" and tensor.numel() > 1 and not any(tensor.stride()):
@@ -177,7 +181,7 @@ def _byte_range(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_NamedTe
 
 
 def _overlapping(group: list[_NamedTensor]) -> tuple[_NamedTensor, _NamedTensor] | None:
-    """Return the first two that share an element and are not both buffers; None if there are none.
+    """Return the first two tensors of ``group`` that share an element and are not both buffers; None if there are none.
 
     ``group``: tensors of one storage, sorted by their first bytes.
     """
@@ -191,8 +195,8 @@ def _overlapping(group: list[_NamedTensor]) -> tuple[_NamedTensor, _NamedTensor]
 
 
 def _share_elements(one: _NamedTensor, other: _NamedTensor) -> bool:
-    """Return whether two tensors of one storage whose byte ranges overlap have an element in common; True if their
-    dtypes differ."""
+    """Return whether two tensors of one storage whose byte ranges overlap have an element in common; True without a
+    look if their dtypes differ."""
     if one.tensor.dtype is not other.tensor.dtype:
         return True
     start = min(one.first, other.first) // one.tensor.element_size()

@@ -52,8 +52,8 @@ class StepHookWatch:
         return self._updated is not None
 
     def begin(self, *, updated: bool) -> None:
-        """Start refusing uses of the model's parameters, as the user's hooks run; ``updated``: they are post-hooks,
-        after the optimizer's arithmetic."""
+        """Start refusing uses of the model's parameters, as the user's step hooks are about to run. ``updated``: they
+        are post-hooks, which run after the optimizer's arithmetic."""
         self._updated = updated
         exchange_classes(self._parameters, _hooked_class)
 
@@ -64,18 +64,19 @@ class StepHookWatch:
             exchange_classes(self._parameters, _outside_class)
 
     def gradient_used(self, parameter: nn.Parameter) -> None:
-        """Raise `PartitionError` for a use of ``parameter.grad`` by user code while the optimizer's tensor has the
-        gradient; do nothing for a parameter without one."""
+        """Raise `PartitionError` if user code uses ``parameter.grad`` while the optimizer's own tensor has the
+        gradient. Do nothing if the parameter has no gradient."""
         unit, number = self._places[id(parameter)]
         gradients = self._gradients.get(unit.index)
         if gradients is not None and gradients.touched[number] and is_user_access():
             self._refuse(parameter, "p.grad", "the optimizer has the gradient")
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Raise `PartitionError` if ``call`` (a torch function's name) would read old weights of ``parameter``, or
-        write weights that would be overwritten (``writes``).
+        """Raise `PartitionError` if the torch function named ``call`` would read old weights of ``parameter``, or write
+        weights that the step would overwrite (``writes``).
 
-        Does nothing for a frozen parameter, nor after the arithmetic where forward reads the optimizer's own memory.
+        Does nothing for a frozen parameter, nor after the arithmetic if forward reads the memory that the optimizer
+        updates.
         """
         unit, _ = self._places[id(parameter)]
         if not unit.plan.trainable or (self._updated and unit.master is unit.flat):
@@ -86,7 +87,8 @@ class StepHookWatch:
             self._refuse(parameter, f"{call} would read", "the model gets the new weights when the hooks are done")
 
     def _refuse(self, parameter: nn.Parameter, use: str, why: str) -> NoReturn:
-        """Raise `PartitionError`: "``use`` of the model's parameter ... in a step hook: ``why``"."""
+        """Raise `PartitionError` with the message "``use`` of the model's parameter ... in a step hook of the
+        optimizer: ``why``"."""
         unit, number = self._places[id(parameter)]
         raise PartitionError(
             f"{use} of the model's parameter '{unit.names[number]}' in a step hook of the optimizer: {why}. {_INSTEAD}"
@@ -95,14 +97,16 @@ class StepHookWatch:
 
 @functools.cache
 def _outside_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class that a parameter of class ``kind`` has outside step hooks; a released one stays released."""
+    """Return the class that a parameter of class ``kind`` has once step hooks are done; a released parameter stays
+    released."""
     return released_like(kind, getattr(kind, _PLAIN)) if hasattr(kind, _PLAIN) else kind
 
 
 @functools.cache
 def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return a subclass of ``kind`` whose torch functions are checked by `StepHookWatch`; ``kind`` itself if it has a
-    ``__torch_function__`` already. That of released parameters makes these checks too."""
+    """Return the class that a parameter of class ``kind`` has in step hooks: a subclass whose torch functions
+    `StepHookWatch` checks; ``kind`` itself if it has a ``__torch_function__`` already. The one of released parameters
+    checks uses too."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {
@@ -121,7 +125,8 @@ def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Check the uses of parameters by torch function ``func``, then run it: ``__torch_function__`` in step hooks.
+    """Check the uses of parameters by torch function ``func``, then run it and return its result. The
+    ``__torch_function__`` of parameters in step hooks.
 
     Raises `PartitionError` for a use that the parameter's owner refuses.
     """
@@ -139,7 +144,7 @@ def _call(
 def _uses_values(attribute: str, call: str, args: tuple[Any, ...]) -> bool:
     """Return whether a torch function reads or writes values, not only facts such as the shape.
 
-    ``call``: its name. ``attribute``: the tensor attribute that it uses, "" for none. ``args``: the call's.
+    ``call``: its name. ``attribute``: the tensor attribute that it reads or sets, "" for none. ``args``: its arguments.
     """
     if call in ("__get__", "__set__"):
         return attribute == "data" or reads_values(attribute, args[0])

@@ -10,11 +10,11 @@ from .device_norm import DeviceSquare
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step.
+    """The result of an optimizer step.
 
-    ``square``: sum of squares of the gradients over all ranks, a `DeviceSquare` while only the device knows it; then
-    reading `norm` or `taken` waits for the device. ``scale``: the loss scale in the gradients. ``raised``: exception of
-    a step post-hook of the user's on this rank, after the update.
+    ``square``: sum of squares of the gradients over all ranks, a `DeviceSquare` if it was added up on the device, which
+    the host has not read yet; then reading `norm` or `taken` waits for the device. ``scale``: the loss scale in the
+    gradients. ``raised``: exception of the user's step post-hook on this rank, after the update.
     """
 
     square: float | DeviceSquare
@@ -23,28 +23,31 @@ class StepResult:
 
     @property
     def norm(self) -> float:
-        """The global norm of the unscaled gradients before clipping; inf or NaN if it was not finite. Waits for the
-        device while only that knows it."""
+        """The global norm of the unscaled gradients before clipping; inf or NaN if it was not finite. May wait for the
+        device."""
         return norm_of(self._value, self.scale)
 
     @property
     def taken(self) -> bool:
-        """Return whether the weights were updated, not the step skipped; waits for the device while only that knows."""
+        """True if the weights were updated; False if the step was skipped, as the norm was not finite. May wait for the
+        device."""
         return math.isfinite(self._value)
 
     @property
     def skipped(self) -> bool:
-        """Return whether the step was skipped. Never waits: False for every step whose norm was added up on the device,
-        as such a step raises later instead if the norm was not finite."""
+        """True if the step was skipped. Never waits: False for every step whose norm was added up on the device, as
+        such a step raises later instead if the norm was not finite."""
         return not isinstance(self.square, DeviceSquare) and not self.taken
 
     @property
     def _value(self) -> float:
-        """The sum of squares; waits for the device while only that knows it."""
+        """The sum of squares as a number. May wait for the device."""
         return self.square.read() if isinstance(self.square, DeviceSquare) else self.square
 
 
 def norm_of(square: float, scale: float) -> float:
-    """Return the norm, without the loss ``scale``, of gradients whose squares have the sum ``square``; NaN if that is
-    NaN."""
+    """Return the global norm of the unscaled gradients; NaN if ``square`` is NaN.
+
+    ``square``: the sum of squares of the gradients with the loss scale ``scale`` in them.
+    """
     return math.sqrt(square) / scale if square >= 0 else math.nan

@@ -1,5 +1,5 @@
-"""The state of one fragment on a tier, as a mapping from kinds to tensors; see [Note: states on a tier] in
-tier_states.py."""
+"""The state of one fragment on a tier, as a mapping from kinds ("step", "exp_avg", …) to tensors; see [Note: states on
+a tier] in tier_states.py. A window is host memory that mirrors one value on the tier (tier_values.py)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _publishes_refusal(method: _Method) -> _Method:
-    """Decorate a method of `TierState` to publish a `PartitionError` that it raises by ``tell``, for other ranks, which
-    may have no part of the parameter and so no error of their own."""
+    """Decorate a method of `TierState`: a `PartitionError` that it raises is also told to the other ranks by ``tell``,
+    as they may have no fragment of the parameter and so no error of their own."""
 
     @functools.wraps(method)
     def wrapped(self: TierState, *args: Any) -> Any:
-        """Call the method and return its result; tell the other ranks of a `PartitionError`, and raise it."""
+        """Call the method and return its result; tell other ranks of a `PartitionError` before it is raised."""
         try:
             return method(self, *args)
         except PartitionError as refusal:
@@ -42,9 +42,10 @@ class TierState(MutableMapping[str, Any]):
     """Maps kinds to the values of one fragment's state on a tier: ``step`` and its moments, in the fragment's shape;
     empty before its first step.
 
-    Reading gives a `TierValue`, a window: writes to it reach the tier. Assigning copies the value to the tier. A plain
-    tensor that was assigned is watched by a weak reference: `store_assigned`, which each read calls, copies it again if
-    its version counter has changed. Values are read and written once nothing else reads the tier (``await_readers``).
+    Reading gives a `TierValue`, whose memory is a window: writes to it reach the tier. Assigning copies the value to
+    the tier. A plain tensor that was assigned is watched by a weak reference: `store_assigned`, which each read calls,
+    copies it again if its version counter has changed. Values are read and written once nothing else reads the tier
+    (``await_readers``).
 
     Raises `PartitionError`, also told to other ranks by ``tell``, for values that the tier cannot keep, for deleting a
     kind, and for reading 8-bit moments; KeyError for a kind that the state does not have.
@@ -74,30 +75,33 @@ class TierState(MutableMapping[str, Any]):
 
     @property
     def reference(self) -> FragmentReference | None:
-        """The guard's reference for tensors of this state; None if nothing guards them."""
+        """The guard's reference (the parameter's name and full shape) for tensors of this state; None if nothing guards
+        them."""
         found = self._owned.tensor.__dict__.get(REFERENCE)
         return None if found is None else dataclasses.replace(found, is_updated=False)
 
     def __getitem__(self, kind: str) -> torch.Tensor:
-        """Return the value of ``kind`` as a window on the tier; raises KeyError for a kind that the state does not
+        """Return the value of ``kind``, in a window on the tier. Raises KeyError for a kind that the state does not
         have."""
         if kind not in self:
             raise KeyError(kind)
         return self._shown(kind, self.read)
 
     def items(self) -> ItemsView[str, Any]:
-        """Return pairs of a kind and its value, a window on the tier, for all kinds, from one read of it."""
+        """Return the pairs (kind, value in a window on the tier), all from one read of the tier."""
         kept = self._kept() if len(self) else {}
         return {kind: self._shown(kind, kept.__getitem__) for kind in self}.items()
 
     def values(self) -> ValuesView[Any]:
-        """Return all values, windows on the tier, from one read of it."""
+        """Return all values, in windows on the tier, from one read of the tier."""
         return dict(self.items()).values()
 
     def __setitem__(self, kind: str, value: Any) -> None:
-        """Copy ``value`` to the tier as the new value of ``kind``; windows on the former value keep that.
+        """Copy ``value`` to the tier as the new value of ``kind``; windows on the former value are disconnected and
+        keep it.
 
-        Does nothing if ``value`` is the window itself. The first value also gives the state a ``step`` of 1.
+        Does nothing if ``value`` is the present window's own tensor. The first value also gives the state a ``step`` of
+        1.
         """
         window = self._windows.get(kind)
         if window is not None and window.is_shown_by(value):  # `state[k] = state[k].to(…)` of what is there already
@@ -122,7 +126,7 @@ class TierState(MutableMapping[str, Any]):
         return iter(self._kinds())
 
     def __contains__(self, kind: object) -> bool:
-        """Return whether the tier has a value of ``kind``; False for masters and scales."""
+        """Return whether the tier has a value of ``kind``; False for masters and for scales of 8-bit moments."""
         return kind in self._kinds()
 
     def __len__(self) -> int:
@@ -130,7 +134,7 @@ class TierState(MutableMapping[str, Any]):
         return len(self._kinds())
 
     def clear(self) -> None:
-        """Drop the moments and the step count, once nothing reads the tier; tensors that code has taken from this state
+        """Drop the moments and the step count, once nothing reads the tier. Tensors that code has taken from this state
         keep their last values."""
         self._step_given = False
         self.detach()
@@ -156,18 +160,18 @@ class TierState(MutableMapping[str, Any]):
     __copy__ = copy
 
     def shown(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the values ``kept`` (by kind), which were just read from the tier, as `TierValue`s whose uses
-        no guard checks."""
+        """Return by kind the values ``kept``, which were just read from the tier, as `TierValue`s whose uses are not
+        guarded."""
         return {kind: self._shown(kind, kept.__getitem__, is_guarded=False) for kind in kept}
 
     def detach(self) -> None:
-        """Disconnect tensors taken from here, which keep their last values, and stop watching assigned ones; the tier
-        keeps its values."""
+        """Disconnect tensors that code has taken from this state, which keep their last values, and stop watching
+        assigned ones. The tier's values stay."""
         self._windows.clear()
         self._assigned.clear()
 
     def store_assigned(self) -> None:
-        """Store again assigned tensors that were written since; forget those that no longer exist."""
+        """Copy to the tier again each assigned tensor that was written since; forget those that no longer exist."""
         for kind, (reference, version) in list(self._assigned.items()):
             value = reference()
             if value is None:
@@ -177,15 +181,16 @@ class TierState(MutableMapping[str, Any]):
                 self.write({kind: value})
 
     def _watch(self, given: Mapping[str, Any]) -> None:
-        """Remember the plain tensors among the values ``given`` (by kind) with their versions, for `store_assigned`."""
+        """Watch the plain tensors among the values ``given`` (by kind): `store_assigned` copies them again when they
+        are written."""
         plain = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and not isinstance(v, TierValue)}
         self._assigned |= {kind: (weakref.ref(value), value._version) for kind, value in plain.items()}
         if plain:
             self._all_assigned[self.name] = self
 
     def is_current_window(self, window: TierWindow) -> bool:
-        """Return whether ``window`` is still this state's window on its kind: False once the kind was assigned again or
-        cleared. Its memory may be out of date; see `version`."""
+        """Return whether ``window`` is still this state's window on its kind: False once that kind was assigned again
+        or cleared. Its memory may be out of date even then; see `version`."""
         return self._windows.get(window.kind) is window and window.kind in self
 
     def version(self) -> tuple[int, int]:
@@ -194,13 +199,13 @@ class TierState(MutableMapping[str, Any]):
         return self._tier.writes, self._tier.held(self.name)[0]
 
     def read(self, kind: str) -> torch.Tensor:
-        """Return a 1-D copy of the tier's present value of ``kind``, ``step`` as a 0-D tensor."""
+        """Return a copy of the tier's present value of ``kind``: 1-D, or 0-D for a number such as ``step``."""
         return self._kept()[kind]
 
     def write(self, state: dict[str, Any]) -> None:
-        """Write the values in ``state`` (by kind) to the tier, once nothing reads it; kinds that are not given stay.
-        Raises `PartitionError`, writing nothing, for kinds, sizes and other parameters' states that the tier cannot
-        keep."""
+        """Write the values in ``state`` (by kind) to the tier, once nothing reads it; other kinds stay. Raises
+        `PartitionError`, writing nothing, for a kind or size that the tier does not keep and for another parameter's
+        state."""
         packed = self._packed(state)
         self._await_readers()
         self._tier.write({self.name: packed})
@@ -214,19 +219,20 @@ class TierState(MutableMapping[str, Any]):
         return dict, (self.copy(),)
 
     def __repr__(self) -> str:
-        """Return the values as a dict's text; reads the tier."""
+        """Return the text of a dict with the present values; reads the tier."""
         return repr(dict(self.items()))
 
     def _kinds(self) -> list[str]:
-        """Return ``step``, other numbers and the kinds of moments; empty before the fragment's first step."""
+        """Return the names of the kinds that user code sees: ``step``, other numbers, moments; none before the
+        fragment's first step."""
         held = self._tier.held(self.name)[1]
         moments = [kind for kind in held if kind != _MASTER and not kind.endswith(_SCALE)]
         return [_STEP, *self._tier.numbers(self.name), *moments] if moments else []
 
     @_publishes_refusal
     def _kept(self) -> dict[str, torch.Tensor]:
-        """Return copies of all values on the tier, by kind, after `store_assigned` and a wait for its other readers.
-        Raises `PartitionError` for 8-bit moments."""
+        """Return copies of all values on the tier, by kind, after `store_assigned` and a wait for other readers of the
+        tier. Raises `PartitionError` for 8-bit moments."""
         self.store_assigned()
         held = self._tier.held(self.name)[1]
         if any(kind.endswith(_SCALE) for kind in held):
@@ -239,10 +245,10 @@ class TierState(MutableMapping[str, Any]):
         return dict(self._tier.states([self.name]))[self.name]
 
     def _shown(self, kind: str, value: Callable[[str], torch.Tensor], *, is_guarded: bool = True) -> TierValue:
-        """Return the value of ``kind`` for user code, a window on the tier; ``value`` reads it if there is no window on
-        it yet.
+        """Return the value of ``kind`` for user code, in its window on the tier. ``value``: reads the value of a kind,
+        which makes a new window if there is none.
 
-        ``is_guarded``: uses of it are checked, which those of ``step`` never are.
+        ``is_guarded``: the guard checks uses of it; never those of ``step``.
         """
         window = self._windows.get(kind)
         if window is None:
@@ -250,14 +256,15 @@ class TierState(MutableMapping[str, Any]):
         return window.show(window.values, is_guarded=is_guarded and kind != _STEP)
 
     def _in_shape(self, kind: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a value of the tier (1-D) in the fragment's shape; numbers as they are."""
+        """Return a value read from the tier (1-D) in the fragment's shape; a number (0-D) as it is."""
         return value if value.dim() == 0 else value.view(self._owned.shape)
 
     @_publishes_refusal
     def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` (by kind) in the tier's format: 1-D tensors on the host, and ``step`` as an int.
+        """Return the values of ``state`` (by kind) in the tier's format: 1-D tensors on the host, and ``step`` as an
+        int.
 
-        Raises `PartitionError` for kinds, sizes and other parameters' states that the tier cannot keep.
+        Raises `PartitionError` for a kind or size that the tier does not keep and for another parameter's state.
         """
         numbers = {_STEP, *self._tier.numbers(self.name)}
         kinds = {
@@ -280,8 +287,8 @@ class TierState(MutableMapping[str, Any]):
         return packed
 
     def _check_own(self, kind: str, value: Any) -> None:
-        """Raise `PartitionError` if ``value``, given for ``kind``, is (a view of) another window than this state's of
-        ``kind``, or was computed from another parameter's tensor."""
+        """Raise `PartitionError` if ``value``, given for ``kind``, belongs to another state or kind: it is a window's
+        tensor, or a view of it, or was computed from another parameter's tensor."""
         window = value.window if isinstance(value, TierValue) else None
         if window is not None and (window.state is not self or window.kind != kind):
             raise PartitionError(
@@ -293,5 +300,5 @@ class TierState(MutableMapping[str, Any]):
 
 
 def _described(value: object) -> str:
-    """Return a description, for errors, of a value that a tier cannot keep: of a tensor its shape, else its repr."""
+    """Return words for error messages that describe a value: a tensor's shape, or the repr of anything else."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

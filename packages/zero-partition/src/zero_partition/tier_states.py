@@ -29,7 +29,8 @@ class TierStates(MutableMapping[Any, Any]):
     """Maps the optimizer's tensors to the states of this rank's fragments on ``tier``; copies are plain dicts.
 
     Iteration yields the tensors whose fragments have moments; looking up another one gives an empty state, as in a
-    ``defaultdict``. Keys other than tensors are kept as in a dict. Nothing communicates.
+    ``defaultdict``. A parameter that only other ranks update has a `StateElsewhere`. Keys other than tensors are kept
+    as in a dict. Nothing communicates.
 
     ``fragments``: by tensor, in the order of the param groups, this rank's fragment of each trained parameter, None for
     none. ``name_of``: returns the name of a parameter of the model, which is refused as a key, "" for anything else.
@@ -58,13 +59,15 @@ class TierStates(MutableMapping[Any, Any]):
         self._others: defaultdict[Any, Any] = defaultdict(dict)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the state of a tensor on the tier, or the value that was stored under any other key."""
+        """Return the state of a tensor of the param groups, or the value that was stored under any other key."""
         return self._states[key] if self._on_tier(key) else self._others[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Replace the state of a tensor on the tier by a copy of ``value``; keep any other key as in a dict.
+        """Replace the state of a tensor of the param groups by a copy of the mapping ``value``; store any other key as
+        a dict does.
 
-        Does nothing for a parameter that other ranks update. Raises `PartitionError` for another tensor's state itself.
+        Does nothing for a parameter that other ranks update. Raises `PartitionError` if ``value`` is another tensor's
+        state itself.
         """
         if self._on_tier(key):
             state = self._states[key]
@@ -81,8 +84,8 @@ class TierStates(MutableMapping[Any, Any]):
             self._others[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        """Drop the moments and step count of a tensor, or the value at any other key. Raises KeyError if there are
-        none."""
+        """Drop the moments and step count of a tensor of the param groups, or the value at any other key. Raises
+        KeyError if there are none."""
         if not self._on_tier(key):
             del self._others[key]
         elif key not in self:
@@ -92,8 +95,8 @@ class TierStates(MutableMapping[Any, Any]):
             self._deleted.add(key)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a tensor's fragment has moments; for a parameter that other ranks update, whether any fragment
-        here has."""
+        """Return whether the key has a state: a tensor whose fragment has moments; a tensor that only other ranks
+        update, if any fragment here has moments; any other key that was stored."""
         if not self._on_tier(key):
             return key in self._others
         state = self._states[key]  # type: ignore[index]
@@ -102,7 +105,8 @@ class TierStates(MutableMapping[Any, Any]):
         return key not in self._deleted and (bool(self._deleted) or any(self._by_name.values()))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the tensors that have a state, in the order of the param groups, then the other keys."""
+        """Yield the tensors that have a state, in the order of the param groups, then the other keys that were stored.
+        """
         yield from [tensor for tensor in self._states if tensor in self]
         yield from self._others
 
@@ -111,7 +115,7 @@ class TierStates(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the state at ``key``; ``default`` for a fragment without moments."""
+        """Return the state at ``key``; ``default`` if it has none, as a fragment without moments."""
         return self[key] if key in self else default
 
     def pop(self, key: Any, *default: Any) -> Any:
@@ -131,13 +135,13 @@ class TierStates(MutableMapping[Any, Any]):
     __copy__ = copy
 
     def _step_of_any(self) -> Any:
-        """Return a copy of ``step`` of any state on this rank, a 0-D tensor; 0 if none has one."""
+        """Return a copy of ``step`` (0-D tensor) of the first state on this rank that has one; 0 if none has."""
         counted = (state["step"] for state in self._by_name.values() if "step" in state)
         return copy.deepcopy(next(counted, torch.zeros(())))
 
     def store_assigned(self) -> None:
-        """Copy tensors that user code has assigned to the tier again if they were written since, and forget which
-        states it has deleted; called before each step."""
+        """Copy to the tier again each tensor that user code has assigned to a state and written since; forget which
+        states it has deleted. Called before each step."""
         self._deleted.clear()
         for state in self._assigned.values():
             state.store_assigned()
@@ -147,7 +151,8 @@ class TierStates(MutableMapping[Any, Any]):
         return self._by_name[name]
 
     def detach(self) -> None:
-        """Disconnect all tensors taken from these states from the tier, as the optimizer has other states now."""
+        """Disconnect all tensors that code has taken from these states from the tier, as the optimizer has other states
+        now."""
         for state in self._by_name.values():
             state.detach()
 
@@ -164,7 +169,7 @@ class TierStates(MutableMapping[Any, Any]):
         return f"{type(self).__name__}(of {len(self)} fragments)"
 
     def _on_tier(self, key: object) -> bool:
-        """Return whether ``key`` is the tensor of a trained parameter in the param groups.
+        """Return whether ``key`` is a tensor of the param groups, so that its state is on the tier.
 
         Raises `PartitionError` for a parameter of the model.
         """

@@ -25,43 +25,47 @@ class ShownState(Protocol):
 
     @property
     def reference(self) -> FragmentReference | None:
-        """The guard's reference for tensors of this state; None if nothing guards them."""
+        """The guard's reference (the parameter's name and full shape) for tensors of this state; None if nothing guards
+        them."""
 
     def is_current_window(self, window: TierWindow) -> bool:
-        """Return whether ``window`` is still this state's window on its kind: False once the kind was assigned again or
-        cleared. Its memory may be out of date; see `version`."""
+        """Return whether ``window`` is still this state's window on its kind: False once that kind was assigned again
+        or cleared. Its memory may be out of date even then; see `version`."""
 
     def version(self) -> tuple[int, int]:
         """Return (writes to the tier, steps of the fragment): a pair that differs from an earlier one if the tier may
         have other values since."""
 
     def read(self, kind: str) -> torch.Tensor:
-        """Return a 1-D copy of the tier's present value of ``kind``."""
+        """Return a copy of the tier's present value of ``kind``: 1-D, or 0-D for a number such as ``step``."""
 
     def write(self, state: dict[str, Any]) -> None:
         """Write the values in ``state`` (by kind) to the tier; kinds that are not given stay."""
 
     def store_assigned(self) -> None:
-        """Store again tensors that user code has assigned to this state and written since."""
+        """Copy to the tier again each tensor that user code has assigned to this state and written since."""
 
 
 class TierWindow:
-    """Host memory that mirrors the value of one ``kind`` ("step" or a moment) of the `TierState` ``state``; ``values``:
-    that memory, in the fragment's shape, with the tier's present values."""
+    """Host memory that mirrors the value of one ``kind`` ("step" or a moment) of the `TierState` ``state``.
+
+    ``values``: that memory, in the fragment's shape, with the tier's present values. Once the state has another window
+    on its kind, or none, this one is disconnected and keeps its values.
+    """
 
     def __init__(self, state: ShownState, kind: str, values: torch.Tensor) -> None:
         self.state, self.kind, self.values = state, kind, values
         self._version = state.version()
 
     def show(self, alias: torch.Tensor, *, is_guarded: bool = True) -> TierValue:
-        """Return ``alias``, a tensor in this window's memory, as a `TierValue` for user code; ``is_guarded``: uses are
-        checked."""
+        """Return ``alias``, a tensor in this window's memory, as a `TierValue` for user code. ``is_guarded``: the
+        optimizer's guard checks its uses."""
         shown = alias.as_subclass(TierValue)
         shown.window, shown.is_guarded = self, is_guarded
         return shown
 
     def is_shown_by(self, value: Any) -> bool:
-        """Return whether ``value`` is this window's full tensor, and no part of it."""
+        """Return whether ``value`` is the tensor of all of this window, not only a view of a part."""
         return isinstance(value, TierValue) and value.window is self and plain_value(value).is_set_to(self.values)
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
@@ -69,15 +73,15 @@ class TierWindow:
         return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
 
     def refresh(self) -> None:
-        """Copy the tier's values into this memory if they may have changed; do nothing once the state no longer has
-        this window."""
+        """Copy the tier's values into this memory if they may have changed; do nothing once the window is disconnected.
+        """
         self.state.store_assigned()
         if self._version != self.state.version() and self.state.is_current_window(self):
             self.values.copy_(self.state.read(self.kind).view_as(self.values))
             self._version = self.state.version()
 
     def write_back(self) -> None:
-        """Write this memory's values to the tier; do nothing once the state no longer has this window."""
+        """Write this memory's values to the tier; do nothing once the window is disconnected."""
         if self.state.is_current_window(self):
             self.state.write({self.kind: self.values})
             self._version = self.state.version()
@@ -86,10 +90,10 @@ class TierWindow:
 def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Run torch function ``func`` on fresh values of the tier, and write back what it wrote: `TierValue`'s
-    ``__torch_function__``.
+    """Run torch function ``func`` on the tier's present values, write to the tier what it wrote, and return its result.
+    `TierValue`'s ``__torch_function__``.
 
-    Results in a window's memory are `TierValue`s too. Raises `PartitionError` for a use that a guard refuses and for
+    Results in a window's memory are `TierValue`s too. Raises `PartitionError` for a use that the guard refuses and for
     functions that would exchange the memory.
     """
     keywords, call = kwargs or {}, name_of(func)
@@ -116,8 +120,8 @@ def _call(
     split = any(reference.guard.split for reference in found) and is_elementwise(call)
 
     def shown(tensor: torch.Tensor) -> Any:
-        """Return a tensor of the result as user code gets it: a `TierValue` if it is in a window's memory, else guarded
-        where the parameter is split over ranks, else itself."""
+        """Return a tensor of the result as user code gets it: a `TierValue` if it lies in a window's memory; a guarded
+        tensor if the parameter is split over ranks and the function is elementwise; else the tensor itself."""
         if isinstance(tensor, TierValue):
             return tensor
         with torch._C.DisableTorchFunctionSubclass():
@@ -137,7 +141,8 @@ class TierValue(GuardedTensor, torch.Tensor):
     is_guarded: bool
 
     def fragment_reference(self) -> FragmentReference | None:
-        """Return the guard's reference for this tensor to its parameter; None if nothing guards it."""
+        """Return the guard's reference (the parameter's name and full shape) for this tensor; None if nothing guards
+        it."""
         return self.window.state.reference if self.is_guarded else None
 
     __torch_function__: ClassVar[Any] = classmethod(_call)
@@ -154,6 +159,6 @@ class TierValue(GuardedTensor, torch.Tensor):
 
 
 def plain_value(value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` as a plain tensor of the same memory; itself if it is not guarded."""
+    """Return ``value`` as a plain tensor in the same memory; ``value`` itself if it is not a `GuardedTensor`."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(torch.Tensor) if isinstance(value, GuardedTensor) else value

@@ -43,7 +43,7 @@ class TiledLinear(nn.Module):
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, in_splits: int = 1, out_splits: int = 1) -> TiledLinear:
         """Return a tiled layer with copies of the weights of ``linear``, which computes the same up to rounding. The
-        copies require gradients, also where those of ``linear`` do not.
+        copies require gradients even where the weights of ``linear`` do not.
 
         Raises `PartitionError` when there are more splits than features.
         """

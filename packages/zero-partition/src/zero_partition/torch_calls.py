@@ -37,7 +37,8 @@ _ITEM_WRITES = frozenset("__iadd__ __iand__ __idiv__ __imul__ __ior__ __isub__ _
 
 
 def name_of(func: Any) -> str:
-    """Return a torch function's own name; for a use of an attribute ``__get__``, ``__set__`` or ``__delete__``."""
+    """Return the name of torch function ``func``; ``__get__``, ``__set__`` or ``__delete__`` if it uses a tensor
+    attribute."""
     return getattr(func, "__name__", str(func))
 
 
@@ -70,7 +71,8 @@ def is_elementwise(name: str) -> bool:
 
 
 def reads_values(attribute: str, tensor: torch.Tensor) -> bool:
-    """Return whether getting the attribute called ``attribute`` needs the values of ``tensor``."""
+    """Return whether reading the attribute called ``attribute`` needs the values of ``tensor``, not only facts such as
+    its shape."""
     with torch._C.DisableTorchFunctionSubclass():
         return attribute in _VIEWS or (attribute == _CUDA_ARRAY and tensor.is_cuda)
 
@@ -78,8 +80,8 @@ def reads_values(attribute: str, tensor: torch.Tensor) -> bool:
 def needs_values(call: str, attribute: str, args: tuple[Any, ...]) -> bool:
     """Return whether the torch function called ``call`` needs a tensor's values, not only facts such as its shape.
 
-    ``attribute``: what `attribute_of` returns for the function. ``args``: the call's. False for ``detach``, which only
-    passes them on.
+    ``attribute``: what `attribute_of` returns for the function. ``args``: its arguments. False for ``detach``, which
+    only passes the values on.
     """
     if call == "__get__":
         return reads_values(attribute, args[0])

@@ -12,16 +12,16 @@ class TrainingLoop(Protocol):
         """Return whether a backward pass that begins now reduces its gradients; the same on every rank."""
 
     def refuse_plain_backward(self) -> str | None:
-        """Return why ``loss.backward()`` cannot be called now, for an error; None if it can."""
+        """Return, for an error message, why user code may not call ``loss.backward()`` now; None if it may."""
 
     def refuse_written_gradients(self) -> str | None:
-        """Return why user code may not write ``.grad`` now, for an error; None if it may."""
+        """Return, for an error message, why user code may not write ``.grad`` now; None if it may."""
 
     def position(self) -> tuple[int, int, int]:
-        """Return the numbers of optimizer steps, of micro-batches and of samples so far, on this rank."""
+        """Return (optimizer steps, micro-batches, samples): this rank's counts so far."""
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Restart the current step: set the counts to those at its beginning.
+        """Restart the current step: set the counts of micro-batches and samples to those at its beginning.
 
         Called after a failure, when all ranks have completed the step before. The arguments are the smallest counts of
         any rank.
@@ -32,7 +32,7 @@ class EveryPassReduces:
     """The `TrainingLoop` of a partition without an engine: each backward pass reduces, and nothing is refused."""
 
     def reduces_now(self) -> bool:
-        """Return True."""
+        """Return True, as every pass reduces."""
         return True
 
     def refuse_plain_backward(self) -> str | None:
@@ -44,7 +44,7 @@ class EveryPassReduces:
         return None
 
     def position(self) -> tuple[int, int, int]:
-        """Return zeros, as nothing is counted: (steps, micro-batches, samples)."""
+        """Return (0, 0, 0) for steps, micro-batches and samples, as nothing is counted."""
         return 0, 0, 0
 
     def go_back(self, micro_steps: int, samples: int) -> None:
@@ -52,32 +52,32 @@ class EveryPassReduces:
 
 
 class FollowedLoop:
-    """The `TrainingLoop` that forwards to the one that drives a partition: `EveryPassReduces` until `follow` sets
-    another."""
+    """The `TrainingLoop` that forwards each call to another one, which drives a partition: `EveryPassReduces` until
+    `follow` sets it."""
 
     def __init__(self) -> None:
         self._loop: TrainingLoop = EveryPassReduces()
 
     def follow(self, loop: TrainingLoop) -> None:
-        """Forward to ``loop`` from now on, instead of the former one."""
+        """Forward calls to ``loop`` from now on."""
         self._loop = loop
 
     def reduces_now(self) -> bool:
-        """Return whether a backward pass that begins now reduces its gradients, by the followed loop."""
+        """Return, from the followed loop, whether a backward pass that begins now reduces its gradients."""
         return self._loop.reduces_now()
 
     def refuse_plain_backward(self) -> str | None:
-        """Return why ``loss.backward()`` cannot be called now, by the followed loop; None if it can."""
+        """Return, from the followed loop, why user code may not call ``loss.backward()`` now; None if it may."""
         return self._loop.refuse_plain_backward()
 
     def refuse_written_gradients(self) -> str | None:
-        """Return why user code may not write ``.grad`` now, by the followed loop; None if it may."""
+        """Return, from the followed loop, why user code may not write ``.grad`` now; None if it may."""
         return self._loop.refuse_written_gradients()
 
     def position(self) -> tuple[int, int, int]:
-        """Return the followed loop's numbers of steps, micro-batches and samples."""
+        """Return the followed loop's counts so far: (optimizer steps, micro-batches, samples)."""
         return self._loop.position()
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Have the followed loop restart its current step, with the counts given."""
+        """Have the followed loop restart its current step, with these counts at the step's beginning."""
         self._loop.go_back(micro_steps, samples)

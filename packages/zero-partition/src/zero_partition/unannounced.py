@@ -45,16 +45,18 @@ class UnannouncedUse:
         self._thread: int | None = None
 
     def pass_begins(self, *, trains: bool) -> None:
-        """Make this thread, which begins a forward pass, the only one that may gather outside backward; ``trains``:
-        gradients are enabled in the pass."""
+        """Record that this thread begins a forward pass: outside backward only this thread may gather from now on.
+        ``trains``: gradients are enabled in the pass."""
         self.trains = trains
         self._thread = threading.get_ident()
 
     def gather(self, unit: Unit) -> None:
-        """Gather a releasable unit and wait for it, in a pass or outside; outside, all ranks have to join.
+        """Gather ``unit``, which is releasable, and wait for it, in a pass or outside. Outside, every rank has to take
+        part.
 
         Raises `CommError` after a failure, and `ReleasedParameterError` on a thread that neither began the last forward
-        pass nor runs a backward pass: its gathers would not be in the order that the ranks have agreed on.
+        pass nor runs a backward pass, and on one that runs a single micro-batch of `train_batch`: its gathers would not
+        be in the order that the ranks have agreed on.
         """
         self._liveness.check()
         if isinstance(threading.current_thread(), MicroBatchThread):
@@ -75,14 +77,15 @@ class UnannouncedUse:
             self._reducer.mark_ran(unit.index)
 
     def unit_of(self, parameter: nn.Parameter) -> Unit | None:
-        """Return the releasable unit of ``parameter``; None if it is never released, or not of the model."""
+        """Return the unit of ``parameter`` if that is releasable; None if it is not, or if the parameter is not of the
+        model."""
         return self._unit_of.get(id(parameter))
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
-        """Gather ``parameter``, which code has read from a module, if a pass runs and has not used its unit yet.
+        """Gather ``parameter``, which code has just read from a module, if a pass runs that has not used its unit yet.
 
-        After a failure nothing is gathered, nor for the code of a micro-batch between its visits, which may read facts
-        such as a dtype: the code gets the placeholder. Raises as `gather` does.
+        Otherwise the code gets the placeholder: also after a failure, and on a micro-batch's thread between its visits
+        of modules, as code there may read facts such as a dtype. Raises the errors of `gather`.
         """
         unit = self.unit_of(parameter)
         runs = self._gathers.active and not self._liveness.failed
@@ -91,8 +94,8 @@ class UnannouncedUse:
                 self.gather(unit)
 
     def refuse_pickle(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise `ReleasedParameterError`, naming the first, if one of ``parameters`` is released, as a pickle would
-        hold NaN."""
+        """Raise `ReleasedParameterError`, naming the first such parameter, if one of ``parameters`` is released, as a
+        pickle would hold NaN."""
         for parameter in parameters:
             unit = self.unit_of(parameter)
             if unit is not None and unit.state is not UnitState.GATHERED:
