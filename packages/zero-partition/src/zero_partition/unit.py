@@ -31,12 +31,13 @@ class Unit:
     and placeholders otherwise.
 
     ``releasable``: the unit may be released; else it is always gathered. ``residency``: the store of this rank's shard,
-    by the unit's name. ``device``: where modules compute. ``live``: counts gathered elements of all units.
+    by the unit's name. ``device``: where modules compute. ``live``: counts gathered elements of all units. In all
+    methods a parameter's number is its position in ``plan.parameters``.
 
     Attributes:
         index: position in the model's list of units; the same on every rank.
         flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
-        views: each parameter's view of `flat`, by its number (its position in ``plan.parameters``).
+        views: each parameter's view of `flat`, by its number.
         memory: tracks views of the flat buffer that code outside the unit holds.
         lent: the flat buffer's storage is shared with something that may outlive the gather (a module's output, a
             user's gather); `release` then leaves that storage alone and makes a new flat buffer.
@@ -97,10 +98,12 @@ class Unit:
         self.edits = UnitEdits(self.names, self.parameters, plan.dtype)
 
     def init_from_full(self, full: torch.Tensor, master_dtype: torch.dtype, *, full_master: bool) -> None:
-        """Initialise the unit from its full values (1-D, ``layout.numel`` elements), whose memory it may keep as flat
-        buffer. Stores this rank's shard, keeps its master (``full_master``: unsharded, for stage 0), makes the
-        parameters views of the flat buffer, and releases the unit if it is releasable. ``master_dtype``: of masters
-        outside a tier."""
+        """Initialise the unit from its full values: store this rank's shard, make its master, make the parameters views
+        of the flat buffer, and release the unit if it is releasable.
+
+        ``full``: 1-D, ``layout.numel`` elements; its memory may become the flat buffer. ``master_dtype``: of masters
+        that no tier keeps. ``full_master``: the master is unsharded (stage 0).
+        """
         start, end = self.layout.shard_range(self.route.rank)
         self._make_views(full if full.dtype == self.plan.dtype else full.to(self.plan.dtype))
         shard = self.flat[start:end]
@@ -125,8 +128,8 @@ class Unit:
             self.release()
 
     def issue_gather(self, step: int, *, exact: bool = False) -> None:
-        """Start the gather of the parameters, which `wait_gather` ends. A gather in flight is finished first; a
-        gathered unit is gathered again, and what user code wrote there is kept as edits.
+        """Start the gather of the parameters, which `wait_gather` ends. A gather in flight is finished first. A unit
+        that is gathered already is gathered again, and what user code wrote into it is kept as edits.
 
         ``exact``: gather without the codec that passes may use; always so for a pinned unit. ``step``: number for the
         collective's tag. Collective: every rank issues gathers in the same order. Raises `ReleasedParameterError` if
@@ -162,8 +165,9 @@ class Unit:
             self.edits.apply_pending(self.views)
 
     def drop_gather(self, *, keep_edits: bool) -> None:
-        """Abandon a gather that will never complete, and release the unit if it is releasable, unless pinned and
-        gathered. ``keep_edits``: keep changes that user code made to gathered parameters; else they are dropped."""
+        """Abandon a gather in flight, which will never complete, and release the unit; a unit that is never released,
+        or is pinned and gathered, is not released. ``keep_edits``: keep changes that user code made to gathered
+        parameters; else drop them."""
         work, self._work = self._work, None
         if work is not None:
             self._live.note_arrived(self.layout.numel)
@@ -181,8 +185,8 @@ class Unit:
         self._free_flat()
 
     def release(self, *, keep: bool = False) -> None:
-        """Free the flat buffer and make the parameters placeholders, pinned or not; do nothing for a unit that is never
-        released.
+        """Free the flat buffer and make the parameters placeholders, even if the unit is pinned. Do nothing for a unit
+        that is never released.
 
         A gather in flight is finished first, and what user code wrote is kept as edits. Memory of which code still
         holds a view is left to that view; see [Note: views that code keeps] in flat_memory.py. ``keep``: keep the flat
@@ -205,8 +209,8 @@ class Unit:
             self._free_flat()
 
     def restore_kept(self) -> None:
-        """Make the parameters views of the flat buffer that `release` has kept; the unit is gathered then. Sends
-        nothing. Raises `ReleasedParameterError` as `issue_gather` does."""
+        """Make the parameters views of the flat buffer that `release` has kept, so that the unit is gathered. Does not
+        communicate. Raises `ReleasedParameterError` if user code wrote a placeholder and that shows on the host."""
         self._placeholders.verify(self.edits.versions)
         self.kept = False
         self._install_views()
@@ -214,13 +218,13 @@ class Unit:
         self.edits.apply_pending(self.views)
 
     def forget_copies(self) -> None:
-        """Drop what earlier gathers have left besides the shards, as the weights have changed: secondary shards, and a
-        kept flat buffer. For a releasable unit every rank calls it at the same point."""
+        """Drop the weights that earlier gathers have left besides the shards (secondary shards, a kept flat buffer), as
+        the weights have changed. For a releasable unit every rank calls it at the same point."""
         self.route.weights_changed()
         self.drop_kept()
 
     def drop_kept(self) -> None:
-        """Free the flat buffer if `release` has kept it; `restore_kept` is not possible any more."""
+        """Free the flat buffer if `release` has kept it; `restore_kept` is not possible afterwards."""
         if self.kept:
             self._free_flat()
 
@@ -231,8 +235,8 @@ class Unit:
         self.release()
 
     def _free_flat(self) -> None:
-        """Empty the flat buffer's storage, or leave it to code that holds it and make a new flat buffer; mark the unit
-        as released."""
+        """Mark the unit as released and empty the flat buffer's storage; if other code holds that storage, leave it to
+        that code and make a new, empty flat buffer."""
         if self.lent or self.memory.is_held:
             with torch.inference_mode(False):
                 self._make_views(torch.empty_like(self.flat))
@@ -245,23 +249,23 @@ class Unit:
 
     @property
     def pinned(self) -> bool:
-        """Return whether user gathers keep the parameters gathered across passes."""
+        """True if user gathers keep the parameters gathered across passes."""
         return self.pins > 0
 
     def pin(self) -> None:
-        """Keep the gathered parameters across passes until `unpin`; pins are counted."""
+        """Count one more user gather that keeps the parameters gathered across passes, until `unpin`."""
         self.pins += 1
 
     def unpin(self) -> None:
-        """Remove one pin; with the last one the unit is released, if it is releasable, and views that the user holds
-        keep their values."""
+        """Count one user gather less; after the last one release the unit, if it is releasable. Views that the user
+        holds keep their values."""
         self.pins -= 1
         if not self.pinned:
             self.release_keeping_views()
 
     def hide(self) -> None:
-        """Make the parameters of a unit that is never released read NaN until `show`, for a caller that is about to
-        free the flat buffer's memory."""
+        """Make the parameters read NaN until `show`, as the caller is about to free the flat buffer's memory. Only for
+        a unit that is never released."""
         self.hidden = True
         for parameter in self.parameters:
             parameter.data = torch.full((), torch.nan, dtype=self.plan.dtype, device=self._device).expand(
@@ -275,9 +279,12 @@ class Unit:
 
     def publish(self, step: int) -> Work | None:
         """Write the weights that the optimizer updated back to where forward reads them, and mark secondary shards as
-        out of date; ``step``: number for the tag. Return the all-gather in flight, which the caller waits for, if
-        parameters stay gathered but have sharded masters; else None. Does nothing for frozen units; weights that a tier
-        has updated are in the shard already. Collective."""
+        out of date. Collective.
+
+        Return the all-gather in flight, which the caller waits for, if parameters stay gathered but have sharded
+        masters; else None. ``step``: number for the tag. Does nothing for frozen units; weights that a tier has updated
+        are in the shard already.
+        """
         if self.plan.trainable:
             self.forget_copies()
         if self.master is not None and self.master.numel() == self.layout.numel:
@@ -296,7 +303,7 @@ class Unit:
     def write_back(self) -> None:
         """Copy the gathered parameters' present values into the shard and the master, after user code changed them.
         Elements of the master that round to the present value stay, as they have more digits. Waits for `readers`;
-        sends nothing. See `forget_copies`."""
+        drops what `forget_copies` drops. Does not communicate."""
         self.readers.wait()
         self.forget_copies()
         start, end = self.layout.shard_range(self.route.rank)
@@ -326,17 +333,17 @@ class Unit:
         return self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end]
 
     def update_master(self, weights: torch.Tensor) -> None:
-        """Update the master from ``weights``, a copy of `weights_with_master`, where it does not round to them; do
-        nothing without a master. May run on any thread that `readers` waits for."""
+        """Update the master from ``weights``, a copy of `weights_with_master`, in the elements that do not round to
+        them; do nothing without a master. May run on any thread that `readers` waits for."""
         if self.master is not None:
             follow_weights(self.master.data, weights)  # .data: leaves the version counter alone, which readers compare
 
     def adopt_values(self, values: Mapping[int, torch.Tensor | None]) -> None:
-        """Make full ``values`` the weights in the flat buffer (unless released), the shard and the master, and restore
-        the views, or placeholders. Waits for `readers`.
+        """Make ``values`` the weights in the flat buffer (unless released), the shard and the master, and restore the
+        views, or placeholders. Waits for `readers`.
 
-        ``values``: by parameter number; None if the parameter's view already holds them. Every rank calls it with the
-        same values at the same point.
+        ``values``: full values by parameter number; None if the parameter's view already holds them. Every rank calls
+        it with the same values at the same point.
         """
         with torch.no_grad():
             for number, given in values.items():
@@ -349,28 +356,29 @@ class Unit:
         self.restore_views()
 
     def restore_views(self) -> None:
-        """Undo replacements of the parameters' storage by user code: make them placeholders, or views, again."""
+        """Undo replacements of the parameters' storage by user code: make them placeholders again if the unit is
+        released, views of the flat buffer if it is gathered."""
         if self.state is UnitState.RELEASED:
             self._placeholders.install()
         elif self.state is UnitState.GATHERED:
             self._install_views()
 
     def collect_placeholder_edits(self) -> None:
-        """For a released unit, keep the tensors that user code put in place of placeholders as edits, and reinstall the
-        placeholders; do nothing if all are in place. Writes into a placeholder are left for `issue_gather`."""
+        """Keep as edits the tensors that user code put in place of placeholders, and reinstall the placeholders; for a
+        released unit. Do nothing if all are in place. Writes into a placeholder are left for `issue_gather` to find."""
         if not self._placeholders.installed():
             self.edits.note_replaced(self._placeholders.views)
             self._placeholders.install()
 
     def collect_gathered_edits(self) -> None:
-        """For a gathered unit, keep what user code wrote into its parameters as edits: pending, or refused where a
+        """Keep as edits what user code wrote into the parameters of this gathered unit: pending, or refused where a
         codec rounded the elements that were not written. Do nothing if nothing was written. The parameters stay
-        gathered; sends nothing."""
+        gathered. Does not communicate."""
         self.edits.collect_written(self.views, exact=self._is_exact)
 
     def settle_masters(self) -> None:
-        """Update masters on a tier now, from this rank's shard, where weights were changed and no step has updated
-        them since; else do nothing. Does not communicate."""
+        """Update this rank's masters on a tier now, from the shard, if weights were changed and no step has updated the
+        masters since; else do nothing. Does not communicate."""
         if self._tier_masters is None or not self._tier_masters.stale:
             return
         self.readers.wait()
@@ -383,8 +391,8 @@ class Unit:
             self._tier_masters.note_weights_changed()
 
     def _take_into_shard(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Copy this rank's fragments of full ``values`` (by parameter number) into the shard and the master, after
-        waiting for `readers`; secondary shards, and masters on a tier, count as out of date then."""
+        """Copy this rank's fragments of ``values``, full values by parameter number, into the shard and the master.
+        Waits for `readers`; secondary shards, and masters on a tier, count as out of date then."""
         self.readers.wait()
         self.forget_copies()
         shard = self.acquire_shard()
@@ -393,14 +401,14 @@ class Unit:
         self._note_weights_changed()
 
     def acquire_shard(self) -> torch.Tensor:
-        """Return this rank's shard (1-D) on the compute device, until the residency's `release`, after waiting for an
-        update that still writes it."""
+        """Return this rank's shard (1-D) on the compute device, valid until the residency's `release`; first wait for
+        an update that still writes it."""
         if self.states is not None:
             self.states.await_update(self.name)
         return self._residency.acquire(self.name)
 
     def borrow_shard(self) -> torch.Tensor:
-        """Return this rank's shard (1-D) for the caller to write, until `give_back_shard`; waits for `readers`, and
+        """Return this rank's shard (1-D) for the caller to write, valid until `give_back_shard`. Waits for `readers`;
         drops checksums and secondary shards of the old values. Every rank calls it at the same point."""
         self.readers.wait()
         self.edits.forget_checksums()
@@ -408,22 +416,23 @@ class Unit:
         return self.acquire_shard()
 
     def give_back_shard(self) -> None:
-        """End `borrow_shard`: the shard, which holds new weights, goes back to its store."""
+        """End `borrow_shard`, as the shard holds new weights; its store writes them to its tier."""
         self._residency.release(self.name, dirty=True)
 
     @property
     def placeholders(self) -> list[Placeholders]:
-        """Return the placeholders of the released parameters in a list; empty if the unit is never released."""
+        """The `Placeholders` of the released parameters, in a list of one; empty if the unit is never released."""
         return [self._placeholders] if self.releasable else []
 
     def holds_storage(self, address: int) -> bool:
-        """Return whether ``address`` (from `host_facts.storage_address`) is that of the flat buffer while gathered."""
+        """Return whether ``address`` (from `host_facts.storage_address`) is that of the flat buffer's storage; False
+        while the unit is released."""
         if self.state is UnitState.RELEASED:
             return False
         return (self.flat.untyped_storage().data_ptr() or storage_address(self.flat)) == address
 
     def _own_slice(self) -> torch.Tensor:
-        """Copy this rank's shard into its slice of the flat buffer, unless it is that slice, and return the slice.
+        """Return this rank's slice of the flat buffer, after copying its shard there unless the shard is that memory.
         Waits until the store has the shard on the device."""
         start, end = self.layout.shard_range(self.route.rank)
         mine = self.flat[start:end]
@@ -434,13 +443,14 @@ class Unit:
         return mine
 
     def _make_views(self, flat: torch.Tensor) -> None:
-        """Make ``flat`` the flat buffer and slice it into one view per parameter; parameters are not touched yet."""
+        """Make ``flat`` the flat buffer and slice it into one view per parameter; the parameters themselves do not
+        change."""
         self.flat = flat
         self.views = [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
         self.memory = FlatMemory(flat, self.views)
 
     def _install_views(self) -> None:
-        """Make every parameter its view of the flat buffer, with the user's own class."""
+        """Make every parameter its view of the flat buffer, with the class that it has while gathered."""
         with torch._C.DisableTorchFunctionSubclass():
             install(self.parameters, self.views)
             mark_present(self.parameters)

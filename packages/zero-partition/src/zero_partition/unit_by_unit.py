@@ -72,9 +72,10 @@ class UnitByUnit:
     def run(self, bodies: Sequence[Body], around_inputs: Around) -> None:
         """Run ``bodies``, one for each micro-batch, and reduce their gradients. Collective: every rank has as many.
 
-        The first micro-batch draws random numbers from the present generators, which it advances; each other one from
-        generators seeded with theirs and its number. Raises `PartitionError` for a model that has no units to go by,
-        for micro-batches that visit other modules than the first, and where that differs between ranks.
+        ``around_inputs``: the contexts in which autograd saves the inputs of visits. The first micro-batch draws random
+        numbers from the present generators, which it advances; each other one from generators seeded with the present
+        ones and its number. Raises `PartitionError` for a model that has no units to go by, for micro-batches that
+        visit other modules than the first, and if visited modules differ between ranks.
         """
         self._parts.liveness.check()
         places = self._modules.find()
@@ -84,7 +85,7 @@ class UnitByUnit:
 
     @contextmanager
     def _passes_paused(self) -> Iterator[None]:
-        """Have the module hooks do nothing inside the block: the driver gathers."""
+        """Have the module hooks do nothing inside the block, as the driver gathers the units."""
         self._parts.calls.paused = True
         try:
             yield
@@ -93,9 +94,10 @@ class UnitByUnit:
 
 
 class _StepByUnit:
-    """One step's micro-batches on their way through the units.
+    """Runs one step's micro-batches through the visits, forward and backward (see [Note: unit by unit]).
 
-    ``threads``: theirs, in order. ``known``: the names of the modules that were visited before, which grow.
+    ``gradients``: of the trained units, by index. ``parts``: of the same engine. ``threads``: the micro-batches', in
+    order. ``known``: the names of the modules that were visited before; those visited here are added to it.
     """
 
     def __init__(
@@ -115,7 +117,8 @@ class _StepByUnit:
         self._unfinished: dict[tuple[int, int], Unreduced] = {}
 
     def run(self) -> None:
-        """Run all micro-batches to their end. A failure leaves the random generators as they are now."""
+        """Run all micro-batches to their end. If one raises, end all threads and raise its error; the random generators
+        then have the states from before this call."""
         generators = self._threads[0].generators.copy()
         for number, thread in enumerate(self._threads[1:], start=1):
             thread.generators.fork(number)
@@ -138,7 +141,8 @@ class _StepByUnit:
             self._parts.arrivals.reduces_each = False
 
     def _begin(self) -> None:
-        """Begin the forward pass: take what the user has written to gradients, and agree with the other ranks."""
+        """Begin the forward pass: adopt gradients that the user has written, agree with the other ranks, and reduce
+        late gradients of the pass before. Collective."""
         parts = self._parts
         parts.held_gradients.refuse_torn(CALL)
         parts.gradient_watch.end()
@@ -153,12 +157,13 @@ class _StepByUnit:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _next_forward(self) -> Place | None:
-        """Return the module whose forward every micro-batch waits for; None once all wait for a backward."""
+        """Return the module whose forward every micro-batch waits for; None once all wait for a backward or have ended.
+        Raises `PartitionError` if they wait for different ones."""
         return self._place_of([thread.request for thread in self._threads], backward=False)
 
     def _visit_forward(self, place: Place) -> None:
-        """Run the forward of the module at ``place`` for every micro-batch. Where the first goes on to its backward,
-        run that visit's backward too."""
+        """Run the forward of the module at ``place`` for every micro-batch, its units gathered. If this is the last
+        module of the forward pass, run its backward for each micro-batch too."""
         gathered = [unit for unit in place.units if unit.releasable]
         self._visited.append(place)
         for unit in gathered:
@@ -183,7 +188,8 @@ class _StepByUnit:
         self._release_turn()
 
     def _run_forward(self, thread: MicroBatchThread) -> Visit:
-        """Run the forward that ``thread`` waits for, let it go on, and return the visit."""
+        """Run the forward that the micro-batch of ``thread`` waits for, let its code continue to the next visit, and
+        return the visit."""
         visit: Visit = thread.request.visit
         with thread.generators.in_force():
             result = visit.forward(thread.request.tensors, is_new=visit.place.name not in self._known)
@@ -192,8 +198,11 @@ class _StepByUnit:
         return visit
 
     def _turn_around(self, gathered: Sequence[Unit]) -> None:
-        """End the forward pass and begin the backward pass; keep the units ``gathered``, of the running visit. The
-        ranks compare the modules that they have visited. Raises `PartitionError` where they differ. Collective."""
+        """End the forward pass and begin the backward pass. Raises `PartitionError` if the ranks have visited different
+        modules. Collective.
+
+        ``gathered``: units of the running visit, which stay gathered until `_release_turn`.
+        """
         parts = self._parts
         for unit in gathered:
             unit.pin()
@@ -215,7 +224,7 @@ class _StepByUnit:
             parts.gathers.adopt(unit)
 
     def _release_turn(self) -> None:
-        """Release the units that the turn has kept; do nothing if it has not come."""
+        """Release the units that `_turn_around` has kept gathered; do nothing if there are none."""
         turn, self._turn = self._turn, []
         for unit in turn:
             unit.unpin()
@@ -223,11 +232,13 @@ class _StepByUnit:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def _next_backward(self) -> Place | None:
-        """Return the module whose backward every micro-batch waits for; None once all have ended."""
+        """Return the module whose backward every micro-batch waits for; None once all have ended. Raises
+        `PartitionError` if they wait for different ones."""
         return self._place_of([thread.request for thread in self._threads], backward=True)
 
     def _visit_backward(self, place: Place) -> None:
-        """Run the backward of the module at ``place`` for every micro-batch, and release its units."""
+        """Run the backward of the module at ``place`` for every micro-batch, its units gathered; release each unit that
+        no later visit uses."""
         gathered = [unit for unit in place.units if unit.releasable]
         for unit in gathered:
             self._parts.gatherer.gather(unit)
@@ -238,7 +249,8 @@ class _StepByUnit:
                 self._parts.gatherer.release(unit)
 
     def _run_backward(self, thread: MicroBatchThread, place: Place) -> None:
-        """Run the backward that ``thread`` waits for, reduce the gradients that are complete then, and let it go on."""
+        """Run the backward that the micro-batch of ``thread`` waits for at ``place``, start reducing the gradients that
+        are complete then, and let its code continue to the next visit."""
         asked: Asked = thread.request
         last = thread is self._threads[-1]
         number = self._threads.index(thread)
@@ -262,8 +274,8 @@ class _StepByUnit:
         self._parts.reducer.start_now(self._parts.reducer.unreduced())
 
     def _end(self) -> None:
-        """End the backward pass: reduce what is left, and zeros for trained units that got no gradient; wait for all
-        reductions. Collective."""
+        """End the backward pass: reduce gradients that are left, and zeros for trained units that got none; wait for
+        all reductions. Collective."""
         parts = self._parts
         for number, index in sorted(self._unfinished):
             self._gradients[index].put_unreduced(self._unfinished[number, index])
@@ -276,8 +288,12 @@ class _StepByUnit:
         parts.gradient_watch.begin(shown=False)
 
     def _place_of(self, requests: Sequence[Asked | None], *, backward: bool) -> Place | None:
-        """Return the module that all ``requests`` are for; None if all are at the end of this part: in forward, at a
-        backward or at the end; in ``backward``, at the end. Raises `PartitionError` if they differ."""
+        """Return the module that all ``requests`` (by micro-batch, None for one that has ended) wait for; None if this
+        part of the step is over for all. Raises `PartitionError` if they differ.
+
+        ``backward``: look for backward visits, whose part is over when all have ended; else for forward visits, whose
+        part is over when all wait for a backward.
+        """
         kinds = [None if r is None else (r.visit.place.name, r.gradients is not None) for r in requests]
         first = kinds[0]
         for number, kind in enumerate(kinds):
@@ -294,8 +310,8 @@ class _StepByUnit:
 
 
 def _backpropagate(loss: torch.Tensor) -> None:
-    """Run backward on ``loss`` in the calling thread, that of its micro-batch, also where autograd has a thread for
-    each accelerator: a visit waits in the thread that meets it."""
+    """Run backward on ``loss`` in the calling thread alone, that of its micro-batch, even where autograd would use a
+    thread for each accelerator: a visit waits in the thread that meets it."""
     thread = threading.current_thread()
     if isinstance(thread, MicroBatchThread):
         thread.backpropagates = True
@@ -304,14 +320,18 @@ def _backpropagate(loss: torch.Tensor) -> None:
 
 
 def _says(kind: tuple[str, bool] | None) -> str:
-    """Return, in words, what a micro-batch does: None ended, else a module's name and whether its backward runs."""
+    """Return words for an error message about what a micro-batch does.
+
+    ``kind``: None if it has ended, else its module's name and whether it waits for the module's backward.
+    """
     if kind is None:
         return "has ended"
     return f"runs {'the backward of ' if kind[1] else ''}module '{kind[0]}'"
 
 
 def _visit(around_inputs: Around, place: Place, *args: Any, **kwargs: Any) -> Any:
-    """Call the module at ``place`` as a visit in a micro-batch's thread, else directly."""
+    """Call the module at ``place`` with ``args`` and ``kwargs`` and return its result: as a visit in a micro-batch's
+    thread, directly in any other. ``around_inputs``: the contexts in which autograd saves the visit's inputs."""
     thread = threading.current_thread()
     if not isinstance(thread, MicroBatchThread):
         return place.call(*args, **kwargs)
@@ -320,7 +340,7 @@ def _visit(around_inputs: Around, place: Place, *args: Any, **kwargs: Any) -> An
 
 @contextmanager
 def _diverted(places: Sequence[Place], call: Callable[..., Any]) -> Iterator[None]:
-    """Have calls of the modules at ``places`` run ``call(place, ...)`` inside the block."""
+    """Have calls of the modules at ``places`` run ``call(place, *args, **kwargs)`` instead, inside the block."""
     before = [place.module._compiled_call_impl for place in places]
     for place in places:
         place.module._compiled_call_impl = partial(call, place)

@@ -1,4 +1,7 @@
-"""Find edits of one unit's parameters by user code: replaced storage, in-place writes, casts."""
+"""Find edits of one unit's parameters by user code: replaced storage, in-place writes, casts.
+
+A write leaves no trace if neither address, dtype nor version counters show it.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ _Result = TypeVar("_Result")
 
 
 def without_torch_function(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate ``call`` to run without ``__torch_function__`` of tensor subclasses: released parameters are plain
-    tensors in it, so looking at them does not gather them."""
+    """Decorate ``call`` to run with ``__torch_function__`` of tensor subclasses disabled: released parameters are plain
+    tensors in it, so that looking at them does not gather them."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        """Call ``call`` with `__torch_function__` of tensor subclasses disabled."""
+        """Return the result of ``call``, run with ``__torch_function__`` of tensor subclasses disabled."""
         with torch._C.DisableTorchFunctionSubclass():
             return call(*args, **kwargs)
 
@@ -76,12 +79,13 @@ class UnitEdits:
 
     @property
     def needs_full_check(self) -> bool:
-        """True if checksums or lent aliases have to be compared too, beside addresses, dtypes and version counters."""
+        """True if checksums or aliases that `lend` has returned have to be compared too, besides addresses, dtypes and
+        version counters."""
         return self._checksums is not None or self._is_lent_written()
 
     @property
     def checksums(self) -> Checksums | None:
-        """The checksums that `find_changed` compares with, if there are any."""
+        """The checksums that `find_changed` compares with; None if there are none."""
         return self._checksums
 
     @property
@@ -91,11 +95,10 @@ class UnitEdits:
 
     @without_torch_function
     def lend(self, number: int, data: torch.Tensor) -> torch.Tensor:
-        """Return an alias of ``data`` for user code that reads ``p.data`` of parameter ``number``; writes through it
-        are found.
+        """Return an alias of ``data`` for user code that reads ``p.data`` of parameter ``number``; `find_changed` finds
+        writes through it, until `forget_lent`.
 
-        Valid until `forget_lent`. ``data``: what ``p.data`` is; an inference tensor, which has no version counter, is
-        returned itself.
+        ``data``: what ``p.data`` is; an inference tensor, which has no version counter, is returned itself.
         """
         if data.is_inference():
             return data
@@ -110,9 +113,10 @@ class UnitEdits:
 
     @without_torch_function
     def apply_pending(self, views: Sequence[torch.Tensor]) -> None:
-        """Copy pending values into ``views``, which a gather has just filled from shards without them.
+        """Copy pending values into ``views``, the parameters' views of the flat buffer, which a gather has just filled
+        from shards without them.
 
-        Also records checksums, where `compares` or `writes_unseen` ask for it.
+        Then take checksums if `compares` or `writes_unseen`.
         """
         for number, values in self.pending.items():
             if values is not None:
@@ -144,8 +148,8 @@ class UnitEdits:
     def find_changed(self, views: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the parameters that user code has replaced or written since they were last looked at.
 
-        ``views``: the parameters' views of the flat buffer. Checksums, where there are any, are compared with the
-        present values and renewed; other changes are found again by the next call.
+        ``views``: the parameters' views of the flat buffer. If there are checksums, they are compared with the present
+        values and renewed; other changes are found again by the next call.
         """
         is_untouched = untouched(self._parameters, views, self._dtypes, self._versions)
         numbers = [] if is_untouched and not self._is_lent_written() else self._different(views)
@@ -158,7 +162,7 @@ class UnitEdits:
 
     @without_torch_function
     def note_replaced(self, placeholders: Sequence[torch.Tensor]) -> None:
-        """Keep the tensors that released parameters have instead of their ``placeholders`` (one per parameter), as
+        """Keep the tensors that released parameters have in place of their ``placeholders`` (one per parameter), as
         `pending` or, where they do not fit or hold NaN, as `refused`."""
         for number, (parameter, tensor) in enumerate(zip(self._parameters, placeholders, strict=True)):
             if not parameter.is_set_to(tensor) or parameter.dtype is not self._dtype:
@@ -171,10 +175,11 @@ class UnitEdits:
 
     @without_torch_function
     def note_in_views(self, number: int, view: torch.Tensor, *, was_cast: bool) -> None:
-        """Keep the new value of changed parameter ``number``, which stays gathered, as `pending` or `refused`.
+        """Keep the new value of changed parameter ``number``, which stays gathered, as `pending` or `refused`; it
+        counts as looked at then.
 
         ``view``: the parameter's view of the flat buffer. ``was_cast``: forward has changed the parameter's dtype,
-        which alone is no new value. The parameter counts as looked at.
+        which alone is no new value.
         """
         parameter = self._parameters[number]
         if parameter.is_set_to(view) and parameter.dtype is self._dtype:
@@ -197,8 +202,9 @@ class UnitEdits:
 
     @without_torch_function
     def renew_checksum(self, before: Checksums, number: int, views: Sequence[torch.Tensor]) -> None:
-        """Have `find_changed` compare with the checksums ``before``, except for parameter ``number``, whose checksum is
-        taken again from ``views``: the engine has written it, and user code may have written the others since."""
+        """Make ``before`` the checksums that `find_changed` compares with, except for parameter ``number``, whose
+        checksum is taken again from ``views``: the engine has written it, and user code may have written the others
+        since."""
         now, self._compared = checksums(views), None
         kept: Any = before.clone() if isinstance(before, torch.Tensor) else list(before)
         kept[number] = now[number]
@@ -206,8 +212,8 @@ class UnitEdits:
 
     @without_torch_function
     def mark_clean(self) -> None:
-        """Drop pending and refused edits and checksums, and treat the present state of the parameters as unchanged;
-        aliases that `lend` has returned stay valid."""
+        """Drop pending and refused edits and checksums, and count the parameters as unchanged from now on. Aliases that
+        `lend` has returned stay valid."""
         self.pending.clear()
         self.refused.clear()
         self._checksums = self._compared = None
@@ -215,8 +221,8 @@ class UnitEdits:
             self._note_seen(number)
 
     def bump_versions(self, are_updated: Sequence[bool]) -> None:
-        """Raise the version counters of the parameters whose flag is set, which the optimizer has updated; a flag per
-        parameter.
+        """Raise the version counters of the parameters that the optimizer has updated, by 1. ``are_updated``: a flag
+        for each parameter.
 
         torch then refuses a backward through an earlier forward, as it does after an update in place.
         """
@@ -224,16 +230,16 @@ class UnitEdits:
         self._versions = list(map(operator.add, self._versions, are_updated))
 
     def forget_checksums(self) -> None:
-        """Drop the checksums, so that writes without a trace are not looked for until `record_checksums`."""
+        """Drop the checksums: until new ones are taken, writes without a trace are not found."""
         self._checksums = self._compared = None
 
     def forget_lent(self) -> None:
-        """Drop checksums and the aliases that `lend` has returned, which a release of the parameters makes useless."""
+        """Drop checksums and the aliases that `lend` has returned, as the parameters are being released."""
         self._checksums = self._compared = None
         self._lent.clear()
 
     def _note_seen(self, number: int) -> None:
-        """Store the present version counters of a parameter and of the alias that `lend` has returned for it, if
+        """Count parameter ``number`` as looked at: store the present version counters of it and of its lent alias, if
         any."""
         self._versions[number] = _version(self._parameters[number], self._versions[number])
         if number in self._lent:
@@ -241,7 +247,8 @@ class UnitEdits:
             self._lent[number] = (alias, alias._version)
 
     def _is_lent_written(self) -> bool:
-        """Return whether user code has written through any alias that `lend` has returned."""
+        """Return whether user code has written through any alias that `lend` has returned, since the parameter was
+        looked at."""
         return bool(self._lent) and any(map(self._is_written, self._lent))
 
     def _is_written(self, number: int) -> bool:
@@ -251,7 +258,7 @@ class UnitEdits:
         return alias is not None and alias._version != version
 
     def _different(self, views: Sequence[torch.Tensor]) -> list[int]:
-        """Return the numbers of the parameters that differ from their views in address or dtype, or have been written,
+        """Return the numbers of the parameters that differ from their ``views`` in address or dtype, or were written,
         also through an alias that `lend` has returned."""
         return [
             number
@@ -263,8 +270,8 @@ class UnitEdits:
         ]
 
     def _new_values(self, number: int, view: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of the value of changed parameter ``number`` in the unit's dtype; None if it was only cast, or
-        is put into `refused` as it does not fit ``view``. The parameter counts as looked at."""
+        """Return a copy of the value of changed parameter ``number`` in the unit's dtype, and count it as looked at.
+        Return None if it was only cast, or if it does not fit ``view`` and so was put into `refused`."""
         self._note_seen(number)
         given = _data(self._parameters[number])
         if given.shape != view.shape or given.is_meta:
@@ -275,8 +282,8 @@ class UnitEdits:
         return given.to(self._dtype, copy=True)
 
     def _misfit(self, given: torch.Tensor, expected: torch.Tensor) -> str:
-        """Return why ``given`` cannot replace ``expected``: another shape or dtype, or the meta device, as the rest of
-        a sentence; empty if it can."""
+        """Return why ``given`` cannot replace ``expected`` (another shape or dtype, or the meta device), as the rest of
+        a sentence about the parameter; "" if it can."""
         if given.shape != expected.shape:
             return f"was given a tensor of shape {tuple(given.shape)}, expected {tuple(expected.shape)},"
         if given.is_meta:
@@ -287,10 +294,10 @@ class UnitEdits:
 
 
 def compare_checksums(units: Sequence[tuple[UnitEdits, Sequence[torch.Tensor]]]) -> None:
-    """Compare the checksums of units that have some with the present values of their views, and renew them.
+    """Compare the checksums of those units that have some with the present values of their views, and renew them.
 
-    ``units``: each unit's edits and views. The next `UnitEdits.find_changed` of each uses what was found. An
-    accelerator is waited for once, not once per unit.
+    ``units``: each unit's edits and views. The next `UnitEdits.find_changed` of each unit uses the result. The host
+    waits for an accelerator once, not once per unit.
     """
     due = [(edits, views) for edits, views in units if edits._checksums is not None and edits._compared is None]
     pairs = [(before, checksums(views)) for edits, views in due if (before := edits._checksums) is not None]
@@ -299,13 +306,13 @@ def compare_checksums(units: Sequence[tuple[UnitEdits, Sequence[torch.Tensor]]])
 
 
 def _nan_in(values: torch.Tensor) -> str:
-    """Return why ``values`` are refused if one is NaN, as the rest of a sentence about their parameter; "" without
-    NaN."""
+    """Return why ``values`` are refused if one is NaN, as the rest of a sentence about their parameter; "" if none is.
+    """
     if bool(torch.isnan(values).any()):
         return "was given values with NaN, which is what a released parameter reads as,"
     return ""
 
 
 def _version(parameter: nn.Parameter, known: int) -> int:
-    """Return a parameter's version counter, or ``known`` for an inference tensor, which has none."""
+    """Return the version counter of ``parameter``; ``known`` for an inference tensor, which has none."""
     return known if parameter.is_inference() else parameter._version

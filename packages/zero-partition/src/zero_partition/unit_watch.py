@@ -15,19 +15,18 @@ class UnitWatch(Protocol):
     """
 
     def enters(self, units: Sequence[Unit]) -> None:
-        """Take note that a module that uses ``units`` begins its forward; called after their parameters were
-        gathered."""
+        """Called when a module that uses ``units`` begins its forward, after their parameters were gathered."""
 
     def leaves(self, units: Sequence[Unit]) -> None:
-        """Take note that this module's forward has returned or raised; called before the ``units`` are released."""
+        """Called when the forward of a module that uses ``units`` has returned or raised, before they are released."""
 
     def backward_done(self, unit: Unit) -> None:
-        """Take note that autograd has finished the last of the unit's gradients in this pass; its reduction may have
+        """Called when autograd has finished the last gradient of ``unit`` in this pass; the unit's reduction may have
         started."""
 
 
 class WatchedUnits:
-    """Holds the `UnitWatch` that is called, None without one; `Runtime.watch_units` sets it."""
+    """Holds the `UnitWatch` that is called, ``watch``, None for none; `Runtime.watch_units` sets it."""
 
     def __init__(self) -> None:
         self.watch: UnitWatch | None = None

@@ -33,8 +33,8 @@ class UnitLimits:
     persistence_threshold: int = 0
 
     def most_of(self, subtree: nn.Module) -> int:
-        """Return the most elements with which the module ``subtree`` stays one unit: ``max_numel``, or where that is
-        None a bound that depends on whether it contains a list of layers."""
+        """Return the largest number of elements at which the module ``subtree`` stays one unit: ``max_numel`` if given,
+        else a bound that depends on whether ``subtree`` contains a list of layers."""
         if self.max_numel is not None:
             return self.max_numel
         return _MOST_OF_A_SUBTREE if _holds_layers(subtree) else _MOST_OF_A_LAYER
@@ -70,7 +70,7 @@ class _Group:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of the group's parameters."""
+        """Number of elements of the group's parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
 
@@ -119,8 +119,8 @@ def replicated_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def reason_replicated(parameter: nn.Parameter) -> str | None:
-    """Return why a parameter cannot be part of a flat buffer, so that it is replicated, as "it is empty"; None if it
-    can."""
+    """Return why a parameter cannot be part of a flat buffer, so that it is replicated, such as "it is empty"; None if
+    it can be part of one."""
     values = parameter.data
     if not is_plain(values) and type(values) is not ReleasedValues:  # the latter: Init has built and sharded it
         return f"it is a tensor subclass ({type(values).__name__})"
@@ -134,8 +134,8 @@ def reason_replicated(parameter: nn.Parameter) -> str | None:
 
 
 def check_trainable_shards(model: nn.Module) -> None:
-    """Raise `PartitionError`, naming it, for a replicated parameter that requires gradients, as these would not be
-    reduced; empty ones pass."""
+    """Raise `PartitionError`, naming the parameter, if a replicated parameter of ``model`` requires gradients, which
+    would not be reduced. Empty parameters pass."""
     for name, parameter in model.named_parameters():
         reason = reason_replicated(parameter)
         if reason is not None and parameter.requires_grad and parameter.numel() > 0:
@@ -146,7 +146,7 @@ def check_trainable_shards(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
-    """Return, by id of a parameter, the modules that own it directly, by their names in the model; tied parameters have
+    """Return, by id of a parameter, the modules that have it as their own, by name in the model; a tied parameter has
     several."""
     owners: dict[int, dict[str, nn.Module]] = {}
     for module_name, module in model.named_modules():
@@ -191,7 +191,7 @@ def _holds_layers(subtree: nn.Module) -> bool:
 
 def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
     """Return ``groups`` with neighbours merged up to ``limits.min_numel`` elements, so that no collective is tiny; a
-    group that is not mergeable stays as it is."""
+    group that is not ``mergeable`` stays as it is."""
     merged: list[_Group] = []
     for group in groups:
         last = merged[-1] if merged else None
@@ -204,8 +204,8 @@ def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
 
 
 def _named_parameters(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of ``module`` and its submodules, with names that begin with ``prefix``, the module's
-    own."""
+    """Yield (name in the model, parameter) for ``module`` and its submodules; ``prefix``: the module's name in the
+    model."""
     for name, parameter in module.named_parameters():
         yield _join(prefix, name), parameter
 

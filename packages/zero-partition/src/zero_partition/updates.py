@@ -1,4 +1,8 @@
-"""Run the optimizer's arithmetic over the parts of parameters that a rank updates."""
+"""Run the optimizer's arithmetic over the parts of parameters that a rank updates.
+
+The optimizer's param groups hold one tensor for each such part. A parameter is touched in a step if any rank had a
+gradient of it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ Factor = float | torch.Tensor
 class OwnedFragment:
     """The part of one parameter that this rank updates.
 
-    ``number``: position of the parameter in ``unit``. ``fragment``: its elements. ``tensor``: stands for it in the
+    ``number``: the parameter's index in ``unit``. ``fragment``: its elements. ``tensor``: stands for it in the
     optimizer's param groups.
     """
 
@@ -52,24 +56,25 @@ class OwnedFragment:
 
 
 class OptimizerStep(Protocol):
-    """Runs the optimizer's `step`: the user's pre-hooks, ``begin`` (None: nothing), the arithmetic, the user's
-    post-hooks."""
+    """Runs the optimizer's `step` with the user's hooks, and a function between these and the arithmetic."""
 
     def __call__(self, begin: Callable[[], None] | None = None, /) -> None:
-        """Run the user's step pre-hooks, ``begin``, the optimizer's arithmetic, and the user's post-hooks."""
+        """Run the user's step pre-hooks, ``begin`` (None for nothing), the optimizer's arithmetic, and the user's
+        post-hooks."""
 
 
 class Update(Protocol):
     """A way to run the optimizer: on fragments, on full parameters, or on a tier."""
 
     def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Make and keep the fragment that this rank updates of the unit's parameter ``number``; None if there is none.
+        """Make the fragment that this rank updates of the parameter with index ``number`` in ``unit``; return it, or
+        None if this rank updates none.
 
         Called once for each parameter in the param groups, before the first `run`.
         """
 
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Update the units' masters. Collective; called after all ranks have agreed that the step is taken.
+        """Update the masters of the units. Collective; called after all ranks have agreed that the step is taken.
 
         Gives the fragments' tensors their gradients times ``factor`` (no gradient to parameters that no rank
         ``touched``), calls ``step``, and stores the new weights in the masters.
@@ -77,8 +82,8 @@ class Update(Protocol):
 
 
 def start_in_reduced(unit: Unit, fragment: Fragment) -> int:
-    """Return the offset, in elements, of a fragment in the unit's master and reduced gradient, which are full at stage
-    0, else this rank's shard."""
+    """Return the offset, in elements, of ``fragment`` in the unit's master and in its reduced gradient; both are full
+    at stage 0, else this rank's shard."""
     full = unit.master is not None and unit.master.numel() == unit.layout.numel
     return (fragment.rank * unit.layout.shard_numel if full else 0) + fragment.shard_offset
 
@@ -100,8 +105,8 @@ class FragmentUpdate:
         self._of_unit: dict[int, tuple[list[OwnedFragment], FlatSlicer]] = {}
 
     def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return this rank's fragment (at stage 0 the full parameter), whose tensor is a view of the master; None if
-        there is none, and for a frozen unit."""
+        """Return this rank's fragment (at stage 0 the full parameter) of the parameter with index ``number`` in
+        ``unit``, with a view of the master as its tensor; None if there is none, and for a frozen unit."""
         entry = unit.layout.entries[number]
         fragment = (
             Fragment(entry, 0, 0, entry.offset, entry.numel)
@@ -120,8 +125,8 @@ class FragmentUpdate:
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Give the tensors views of the reduced gradients (copies where the dtype differs), scaled by ``factor`` in
-        place, and call ``step``, which updates the masters in place. Does not communicate."""
+        """Give the tensors the reduced gradients, scaled by ``factor`` in place (in copies where the dtype differs),
+        and call ``step``, which updates the masters in place. Does not communicate."""
         gradients = self._partition.runtime.gradients
         if sum(len(fragments) for fragments, _ in self._of_unit.values()) != len(self.fragments):
             self._of_unit = dict(self._by_unit())
@@ -138,15 +143,15 @@ class FragmentUpdate:
         self._copy_assigned()
 
     def _copy_assigned(self) -> None:
-        """Copy values that a step assigned (``p.data = values``) into the masters, and make the tensors views of the
-        masters again."""
+        """Copy values that user code assigned in the step (``p.data = values``) into the masters, and make the tensors
+        views of the masters again."""
         for owned, view in zip(self.fragments, self._views, strict=True):
             if owned.tensor.data_ptr() != view.data_ptr():
                 view.copy_(owned.tensor)
                 owned.tensor.data = view
 
     def _by_unit(self) -> Iterator[tuple[int, tuple[list[OwnedFragment], FlatSlicer]]]:
-        """Yield each unit's index, its fragments, and the `FlatSlicer` of these in its reduced gradient."""
+        """Yield (unit index, (the unit's fragments, the `FlatSlicer` that slices its reduced gradient into theirs))."""
         for index in dict.fromkeys(owned.unit.index for owned in self.fragments):
             fragments = [owned for owned in self.fragments if owned.unit.index == index]
             places = [(o.reduced_start, o.reduced_start + o.fragment.length) for o in fragments]
@@ -156,8 +161,8 @@ class FragmentUpdate:
 
 
 class ParameterUpdate:
-    """The `Update` of full parameters while masters are sharded: each parameter has one rank that updates it and keeps
-    its state.
+    """The `Update` of full parameters while masters are sharded: each parameter has one rank, its owner, that updates
+    it and keeps its state.
 
     A step gathers a unit's gradients and masters, updates each parameter at its owner, and broadcasts it, which is
     three times the traffic of an all-gather of the unit. Between steps the optimizer's tensors are placeholders.
@@ -171,8 +176,8 @@ class ParameterUpdate:
         self.fragments: list[OwnedFragment] = []
 
     def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return the full parameter on the rank that updates it, with a placeholder as its tensor; None on other ranks,
-        and for a frozen unit."""
+        """Return, on its owner, the full parameter with index ``number`` in ``unit``, with a placeholder as its tensor;
+        None on other ranks, and for a frozen unit."""
         if unit.master is None:
             return None
         self._listed.setdefault(unit.index, set()).add(number)
@@ -187,8 +192,8 @@ class ParameterUpdate:
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Gather the masters and gradients of units with ``touched`` parameters, step, broadcast the new parameters
-        into the masters, and make the tensors placeholders again, also if it raises. Collective."""
+        """Gather the masters and gradients of units with ``touched`` parameters, step, and broadcast the new parameters
+        into the masters; then, even after an error, make the tensors placeholders again. Collective."""
         units = [self._partition.units[index] for index in sorted(self._listed) if index in touched]
         placeholders = [(owned.tensor, owned.tensor.data) for owned in self.fragments]
         try:
@@ -202,9 +207,12 @@ class ParameterUpdate:
                 tensor.data = placeholder
 
     def _gather_owned(self, unit: Unit, touched: Sequence[bool]) -> None:
-        """Gather a unit's masters and gradients, and give the tensors of this rank's ``touched`` parameters in it their
-        values and gradients. ``touched``: by parameter number. Collective; does nothing, on any rank, for a unit
-        without reduced gradients."""
+        """Gather a unit's masters and gradients, and give the tensors of its ``touched`` parameters that this rank owns
+        their values and gradients.
+
+        ``touched``: by the parameter's index in the unit. Collective; does nothing, on any rank, for a unit without
+        reduced gradients.
+        """
         group, tag = self._partition.groups.gather, Tag("gather", unit.name, self._partition.runtime.step)
         reduced, master = self._partition.runtime.gradients[unit.index].reduced, unit.master
         if reduced is None or master is None:
@@ -221,8 +229,8 @@ class ParameterUpdate:
                 owned.tensor.grad = gradient.to(owned.tensor.dtype, copy=True)
 
     def _broadcast_updated(self, unit: Unit, touched: Sequence[bool]) -> None:
-        """Broadcast each ``touched`` parameter (by number) of a unit from its owner, and copy this rank's part into the
-        master. Collective."""
+        """Broadcast each ``touched`` parameter of ``unit`` from its owner, and copy this rank's fragment of it into the
+        master. ``touched``: by the parameter's index in the unit. Collective."""
         group, rank = self._partition.groups.gather, self._partition.rank
         mine = {owned.number: owned.tensor.data for owned in self.fragments if owned.unit is unit}
         shard = unit.master
@@ -241,8 +249,7 @@ class ParameterUpdate:
 
 
 class TierUpdate:
-    """The `Update` that has the tier of the shards do the arithmetic, with the hyperparameters of the optimizer's
-    groups.
+    """The `Update` that has a tier do the arithmetic, with the hyperparameters of the optimizer's param groups.
 
     The optimizer's tensors are placeholders. Its `step` runs without gradients, only for its hooks. ``states``: the
     tier. ``partition``: the sharded model.
@@ -254,8 +261,8 @@ class TierUpdate:
         self.fragments: list[OwnedFragment] = []
 
     def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return the part of the parameter in this rank's shard, with a placeholder as its tensor; None if there is
-        none, and for a frozen unit."""
+        """Return this rank's fragment of the parameter with index ``number`` in ``unit``, with a placeholder as its
+        tensor; None if there is none, and for a frozen unit."""
         fragment = unit.layout.fragment_of(unit.layout.entries[number], self._partition.rank)
         if unit.states is None or fragment is None:
             return None
@@ -267,8 +274,8 @@ class TierUpdate:
         return owned
 
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Step on the tier, which writes the new weights into the shards and leaves out parameters that no rank
-        ``touched``; it may return before it is done. The optimizer's hooks run around it, without gradients."""
+        """Start a step of the tier, which writes the new weights into the shards and leaves out parameters that no rank
+        ``touched``; it may still run on return. The optimizer's hooks run around it, without gradients."""
         absent = {
             owned.fragment.entry.name
             for owned in self.fragments
@@ -279,16 +286,22 @@ class TierUpdate:
 
 class NormReduction:
     """Adds up an optimizer's partial norms over the ranks, in rank order; at stage 0 they are complete already. A
-    `ReduceNorms`; ``fragments``: all whose tensors the optimizer steps. ``partition``: the sharded model."""
+    `ReduceNorms`.
+
+    A partial norm is the sum of squares of a fragment. ``partition``: the sharded model. ``fragments``: all whose
+    tensors the optimizer steps.
+    """
 
     def __init__(self, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
         self._partition = partition
         self._key = {id(o.tensor): f"{o.unit.index}.{o.number}" for o in fragments}
 
     def __call__(self, partial: PartialNorms) -> list[tuple[float, ...]]:
-        """Return the squared norms of the full parameters in the order of ``partial``, as many for each. Collective.
+        """Return the squared norms of the full parameters, a tuple for each item of ``partial``, in its order.
+        Collective.
 
-        ``partial``: (tensor of the optimizer, its sums of squares), one for each.
+        ``partial``: (tensor of the param groups, sums of squares over this rank's fragment), such as of weight and
+        update.
         """
         if self._partition.options.stage == 0:
             return [tuple(norms) for _, norms in partial]
@@ -302,8 +315,8 @@ class NormReduction:
 
 
 def scale_and_step(fragments: Sequence[OwnedFragment], factor: Factor, step: OptimizerStep) -> None:
-    """Multiply the gradients of the fragments' tensors by ``factor`` in place, call ``step``, and set them to None,
-    also if it raises."""
+    """Multiply the gradients of the fragments' tensors by ``factor`` in place and call ``step``; then, even after an
+    error, set the gradients to None."""
     gradients = [owned.tensor.grad for owned in fragments if owned.tensor.grad is not None]
     if isinstance(factor, torch.Tensor):
         for dtype in {gradient.dtype for gradient in gradients}:
@@ -331,25 +344,24 @@ def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Upd
 
 
 def connect_positions(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Under virtual ranks, give a `PositionedOptimizer` positions of elements that are the same at any world size, for
-    good; do nothing for another optimizer."""
+    """Under virtual ranks, give a `PositionedOptimizer`, for good, the position of each tensor's first element among
+    the elements of all parameters, which is the same at any world size. Do nothing for another optimizer."""
     if partition.options.virtual_ranks and isinstance(optimizer, PositionedOptimizer):
         positions = element_positions((unit.layout for unit in partition.units if unit.plan.trainable), GRID)
         optimizer.positions = {o.tensor: positions[o.fragment.entry.name] + o.fragment.param_offset for o in fragments}
 
 
 def connect_norms(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Give a `NormOptimizer` the function that adds up its partial norms over all ranks, for good: it keeps
+    """Give a `NormOptimizer` the function that adds up its partial norms over all ranks, for good; the function keeps
     ``partition`` alive. Do nothing for another optimizer."""
     if isinstance(optimizer, NormOptimizer):
         optimizer.reduce_norms = NormReduction(partition, fragments)
 
 
 def _balanced_owners(partition: Partition) -> dict[str, int]:
-    """Return, by parameter name, the rank that updates it: largest first, each to the rank with the fewest elements so
-    far.
+    """Return, by name of a trained parameter, the rank that updates it; the same on every rank.
 
-    The same on every rank. Only trained parameters.
+    Parameters are assigned largest first, each to the rank with the fewest elements so far.
     """
     load = [0] * partition.world_size
     owners = {}

@@ -31,12 +31,13 @@ _LOOKS_AWAY = frozenset(["end", "backward", "norms", "flush", "learning"])
 
 
 class UserEdits:
-    """Finds parameters whose storage or values user code has changed, and updates shards and masters.
+    """Finds parameters whose storage or values user code has changed (edits), and updates shards and masters.
 
     Call order: `forward_begins` and `forward_ends` around a forward pass; `report` before a message to the other ranks,
     and `settle` with the reports of all; `published` after a step; `settle_masters` before a save. Reports travel with
     messages that the ranks send anyway. See [Note: edits wait for all ranks] in unit_edits.py.
 
+    Units are either releasable or stay gathered. A write leaves no trace if only checksums of the values show it.
     ``units``: all units, by index. ``world_size``: number of ranks that report. ``broadcast``: sends a refused value.
     """
 
@@ -68,12 +69,12 @@ class UserEdits:
         self._record_before_step()
 
     def watch_for_swaps(self) -> None:
-        """Refuse swapped parameters (`torch.utils.swap_tensors`) from now on: remember each one's reference to its
+        """Find and refuse swapped parameters (`torch.utils.swap_tensors`) from now on, by each one's reference to its
         partition, which a swap moves to another parameter. Called once every parameter has such a reference."""
         self._references = owner_references(self._all)
 
     def forward_begins(self, key: str) -> None:
-        """Note casts made since the last pass, and choose whether gathers of this pass take checksums.
+        """Record casts made since the last pass, and choose whether gathers of this pass take checksums.
 
         ``key``: the kind of forward pass; those numbered 1, 2, 4, 8, … of each kind take checksums, as these read every
         element.
@@ -87,8 +88,8 @@ class UserEdits:
                 unit.edits.compares = compares
 
     def forward_ends(self) -> None:
-        """Note which parameters were cast to another dtype inside the forward pass: the step undoes such casts and does
-        not refuse them."""
+        """Record which parameters were cast to another dtype inside the forward pass; the step undoes such casts
+        instead of refusing them."""
         self._cast_inside |= self._casts() - self._cast_outside
 
     @without_torch_function
@@ -96,8 +97,9 @@ class UserEdits:
         """Return the edits that this rank has found and that await the other ranks; empty inside a pass, and with a
         message of the kind "changes in gathered".
 
-        ``kind``: of the message that carries the report. Parameters are looked at first, except for "end", "backward",
-        "norms", "flush" and "learning", which report what was found before. ``in_pass``: a pass that gathers runs.
+        ``kind``: of the message that carries the report. Messages "end", "backward", "norms", "flush" and "learning"
+        report only what was found before; for all others this looks for new edits first. ``in_pass``: a pass that
+        gathers runs.
         """
         if in_pass or kind == "changes in gathered":
             return {}
@@ -118,9 +120,9 @@ class UserEdits:
     def settle(self, found: Sequence[Found], kind: str) -> None:
         """Apply the edits of which every rank found the same; undo others and raise `EditRefusedError` on every rank.
 
-        ``found``: the `report` of each rank, in rank order. ``kind``: of the message that carried them; "step" also
-        ends the tolerance for casts made inside forward, and updates shards and masters of units that stay gathered and
-        whose writes may leave no trace. Collective if any rank found an edit.
+        ``found``: the `report` of each rank, in rank order. ``kind``: of the message that carried them. "step" also
+        ends the tolerance for casts made inside forward, and writes units that stay gathered back to shards and masters
+        if writes without a trace were found in them before. Collective if any rank found an edit.
         """
         if any(found):
             self._settle_found(found, kind)
@@ -140,7 +142,7 @@ class UserEdits:
         self._record_before_step()
 
     def settle_masters(self, units: Sequence[Unit] | None = None) -> None:
-        """Update the masters of ``units`` (default: all), here or on a tier, from their weights now, where these were
+        """Update the masters of ``units`` (None: of all), here or on a tier, from their weights now, where these were
         changed, as the next step would. Waits for readers of the masters."""
         for unit in self._units if units is None else units:
             if not unit.releasable and unit.keeps_masters and unit.states is None:
@@ -148,17 +150,17 @@ class UserEdits:
             unit.settle_masters()
 
     def note_ties(self) -> None:
-        """Refuse (`UnitEdits.refused`) the first parameter that user code has put over the memory of another one; do
-        nothing if there is none."""
+        """Refuse, in its unit's `UnitEdits.refused`, the first parameter that user code has put over the memory of
+        another one; do nothing if there is none."""
         if (tied := find_tied(self._units)) is not None:
             unit, number, problem = tied
             unit.edits.refused[number] = f"{problem}. It was"
 
     def _settle_found(self, found: Sequence[Found], kind: str) -> None:
-        """Apply the edits that all ranks share, undo the others, and raise `EditRefusedError` if there are such.
+        """Apply the edits that all ranks share, undo the others, and raise `EditRefusedError` if there are others.
 
-        ``found``: every rank's report, in rank order. ``kind``: of the message that carried them. Takes checksums again
-        where there were any. Collective.
+        ``found``: every rank's report, in rank order. ``kind``: of the message that carried them. Checksums that there
+        were are taken again. Collective.
         """
         keys = dict.fromkeys(key for answer in found for key in answer)
         answers: Answers = {key: [answer.get(key) for answer in found] for key in keys}
@@ -186,8 +188,11 @@ class UserEdits:
             raise EditRefusedError(self._refusal_text(refused, overwritten, kind))
 
     def _restore_values(self, answers: Answers) -> list[str]:
-        """Give the refused parameters of ``answers`` that stay gathered the value of a rank that did not write into
-        their view, or rank 0's where all did; return the keys of the latter. Collective."""
+        """Give each refused parameter that stays gathered its former value, from a rank that did not write into its
+        view; if all ranks wrote there, give it rank 0's value. Return the keys of the latter parameters. Collective.
+
+        ``answers``: what each rank found of the refused parameters.
+        """
         overwritten: list[str] = []
         for key, by_rank in answers.items():
             unit, number = self._parameter(key)
@@ -204,14 +209,14 @@ class UserEdits:
         return overwritten
 
     def _parameter(self, key: str) -> tuple[Unit, int]:
-        """Return the unit and the number in it of the parameter that ``key``, one of `Found`, stands for."""
+        """Return (unit, index in the unit) of the parameter that ``key``, a key of `Found`, stands for."""
         index, _, number = key.partition(".")
         return self._units[int(index)], int(number)
 
     def _refusal_text(self, refused: Mapping[str, str], overwritten: Sequence[str], kind: str) -> str:
         """Return the error text for ``refused`` parameters: by key of `Found`, the rest of a sentence about each.
 
-        ``overwritten``: keys of those whose former value is lost. ``kind``: of the message.
+        ``overwritten``: keys of those whose former value is lost. ``kind``: of the message that carried the reports.
         """
         first, *others = refused
         unit, number = self._parameter(first)
@@ -227,8 +232,8 @@ class UserEdits:
         return f"parameter '{unit.names[number]}' {refused[first]}{more}. {value}. {advice}"
 
     def _record_before_step(self) -> None:
-        """Before steps 1, 2, 4, 8, … take checksums of weights that stay gathered and have separate masters, to find
-        writes without a trace; before others drop the checksums."""
+        """Prepare to find writes without a trace before the next step: if its number is 1, 2, 4, 8, …, take checksums
+        of weights that stay gathered and have separate masters; else drop the checksums."""
         compares = _is_power_of_two(self._steps + 1)
         for unit in self._staying:
             unit.edits.forget_checksums()
@@ -237,7 +242,8 @@ class UserEdits:
 
     @without_torch_function
     def _casts(self) -> set[tuple[int, int]]:
-        """Return (unit index, number) of the parameters that stay gathered and do not have their unit's dtype now."""
+        """Return (unit index, index in the unit) of each parameter that stays gathered and has another dtype than its
+        unit now."""
         if dtypes(self._parameters) == self._dtypes:
             return set()
         return {(unit.index, number) for parameter, dtype, unit, number in self._kept if parameter.dtype is not dtype}
@@ -248,7 +254,7 @@ class UserEdits:
         self._versions = [version for unit in self._staying for version in unit.edits.versions]
 
     def _look(self, kind: str) -> None:
-        """Look for edits of user code in all units, and keep them there (`UnitEdits.pending`, `refused`).
+        """Look for edits of user code in all units, which keep what is found (`UnitEdits.pending`, `refused`).
 
         ``kind``: of the message that is about to be sent; "forward" leaves out units that stay gathered, "close" the
         search for swapped parameters. Without an edit this is one loop in C over the parameters.
@@ -270,8 +276,8 @@ class UserEdits:
         self._note_versions()
 
     def _refuse_swapped(self) -> None:
-        """Refuse parameters whose reference to their owner is another one's: they were swapped, and their hooks, and
-        all else that torch keeps of them, moved to another tensor."""
+        """Refuse parameters whose reference to their owner is another parameter's: they were swapped, so that their
+        hooks, and all else that torch keeps of them, moved to another tensor."""
         present = owner_references(self._all)
         if present == self._references:
             return
@@ -281,22 +287,22 @@ class UserEdits:
                 unit.edits.refused[number] = _SWAPPED
 
     def _are_as_left(self) -> bool:
-        """Return whether parameters that stay gathered are unchanged; False also where only a comparison of values can
-        tell."""
+        """Return whether parameters that stay gathered are unchanged; False also where only a comparison of values
+        could tell."""
         if any(unit.edits.needs_full_check for unit in self._staying):
             return False
         return untouched(self._parameters, self._views, self._dtypes, self._versions)
 
     def _look_at_releasable(self, unit: Unit) -> None:
-        """Have ``unit`` keep edits of its placeholders or gathered parameters; do nothing while a gather is in
-        flight."""
+        """Have ``unit``, which is releasable, keep edits of its placeholders or gathered parameters; do nothing while
+        its gather is in flight."""
         if unit.state is UnitState.RELEASED:
             unit.collect_placeholder_edits()
         elif unit.state is UnitState.GATHERED:
             unit.collect_gathered_edits()
 
     def _look_at_staying(self, unit: Unit, kind: str) -> None:
-        """Have ``unit``, which stays gathered, keep its edits; at a step (``kind``) undo casts that forward has made.
+        """Have ``unit``, which stays gathered, keep its edits; if ``kind`` is "step", undo casts that forward has made.
         Does nothing while the unit is hidden (`Unit.hidden`), as its parameters read NaN then."""
         if unit.hidden:
             return
@@ -307,7 +313,7 @@ class UserEdits:
                 unit.parameters[number].data = unit.views[number]
 
     def _digest(self, values: torch.Tensor) -> str:
-        """Return a hash of the values, to compare ranks by; empty with a single rank."""
+        """Return a hash of ``values``, to compare them between ranks; "" with a single rank."""
         if self._world_size == 1:
             return ""
         plain = values.detach().cpu().contiguous().flatten().view(torch.uint8)
@@ -315,7 +321,7 @@ class UserEdits:
 
 
 def _disagreement(by_rank: Sequence[str | None]) -> str:
-    """Return why an edit cannot be applied, as the rest of a sentence about the parameter; empty if it can.
+    """Return why an edit cannot be applied, as the rest of a sentence about the parameter; "" if it can.
 
     ``by_rank``: the parameter's entry in each rank's `Found`, None where it has none. An edit can be applied if all
     ranks have the same digest and none refuses it.

@@ -26,7 +26,8 @@ class UserGradients:
     ``p.grad`` with what the engine left there. A parameter with a gradient from backward has to be written on every
     rank or on none, as one rank's part of an average cannot be replaced.
 
-    ``gradients``: of the trained units. ``loop``: says whether gradients may be written now.
+    Averages can also be edited, that is, changed in place. ``gradients``: of the trained units. ``loop``: says whether
+    gradients may be written now. Units are given by index, and a parameter's number is its position in its unit.
 
     Attributes:
         discards: a digest of the averaged gradients discarded since the last step; the same on every rank.
@@ -48,10 +49,10 @@ class UserGradients:
 
     @without_torch_function
     def show(self) -> None:
-        """Make full averaged gradients, of units that keep them (stage 0), the parameters' ``.grad``.
+        """Set ``.grad`` of the parameters to their full averaged gradients, for units that keep these (stage 0).
 
-        A parameter gets None if this rank had no gradient of it and the average is zero, for which the device is waited
-        for; one whose shape has changed keeps what it has. Does not communicate.
+        A parameter gets None if this rank had no gradient of it and the average is zero, for which the host waits for
+        the device; one whose shape has changed keeps what it has. Does not communicate.
         """
         self._casts.clear()
         for index, gradients in self._gradients.items():
@@ -80,7 +81,8 @@ class UserGradients:
         """Set ``.grad`` to None for every parameter of the units whose averages are shown, as autograd would add to the
         averages in place. Do nothing if none are shown.
 
-        The averages stay in `UnitGradients`. Call `take` first, or what user code wrote to ``.grad`` is lost.
+        The averages stay in `UnitGradients`. Call `take` first, or gradients that user code wrote to ``.grad`` are
+        lost.
         """
         for index in self._shown:
             for parameter in self._gradients[index].unit.parameters:
@@ -93,9 +95,9 @@ class UserGradients:
     def take(self, *, stepping: bool = False) -> None:
         """Make gradients that user code has written to ``.grad`` this rank's gradients. Does not communicate.
 
-        ``stepping``: no backward pass follows before the step, so in-place changes of averages can stay if they are the
-        same on every rank; else they are reduced again. Raises `PartitionError` if gradients may not be written now,
-        and as `UnitGradients.add` does.
+        ``stepping``: no backward pass follows before the step, so edited averages can stay if they are the same on
+        every rank; otherwise they are queued for another reduction. Raises `PartitionError` if gradients may not be
+        written now, and the errors of `UnitGradients.add`.
         """
         if self._is_as_left():
             if not stepping and self._edited:
@@ -121,8 +123,8 @@ class UserGradients:
         self._note_left()
 
     def report(self) -> WrittenGradients:
-        """Return the gradients that user code on this rank has written since the last step, as `take` has found
-        them."""
+        """Return which gradients user code on this rank has written or edited since the last step, as far as `take` has
+        found them."""
         return WrittenGradients(
             {index: sorted(numbers) for index, numbers in self._written.items()},
             {index: self._gradients[index].digest() for index in sorted(self._edited)},
@@ -130,11 +132,10 @@ class UserGradients:
 
     @without_torch_function
     def settle(self, reports: Sequence[WrittenGradients]) -> bool:
-        """Queue in-place changes of averages that differ between ranks for another reduction; return whether there are
-        any.
+        """Queue edited averages that differ between ranks for another reduction; return whether there are any.
 
-        ``reports``: every rank's `report`, in rank order. Raises `PartitionError` on every rank if only some ranks made
-        changes to a unit's averages.
+        ``reports``: every rank's `report`, in rank order. Raises `PartitionError` on every rank if only some ranks have
+        edited a unit's averages.
         """
         edited = {index for report in reports for index in report.edited}
         for index in sorted(edited):
@@ -151,7 +152,7 @@ class UserGradients:
         return bool(apart)
 
     def check(self, reports: Sequence[WrittenGradients], untouched: Sequence[Mapping[int, Sequence[int]]]) -> None:
-        """Raise `PartitionError` on every rank for a gradient that some ranks have written and others have from
+        """Raise `PartitionError` on every rank if some ranks have written a gradient that other ranks have from
         backward.
 
         ``reports``: every rank's `report`, in rank order. ``untouched``: by rank and unit index, the numbers of the
@@ -178,7 +179,7 @@ class UserGradients:
         """Discard the gradients of ``parameters`` (None: of all), or with ``set_to_none`` false make them zeros.
 
         Parameters that are not trained are ignored. Unless all become None, gradients that user code wrote are taken
-        first. Changes `discards` if a unit of them has averages.
+        first. `discards` changes if the gradients of any unit concerned are averages.
         """
         numbers = self._numbers(parameters)
         if not numbers:
@@ -205,14 +206,15 @@ class UserGradients:
         self.discards = 0
 
     def reset(self) -> None:
-        """Forget all gradients and all records of them, and set every ``.grad`` to None."""
+        """Drop all gradients, forget what user code has written, edited or discarded, and set every ``.grad`` to None.
+        """
         self._clear()
         self.forget()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        """Forget all gradients, and which of them user code has written, and set every ``.grad`` to None."""
+        """Drop all gradients, forget which of them user code has written, and set every ``.grad`` to None."""
         with torch._C.DisableTorchFunctionSubclass():
             if any_gradient(self._parameters):
                 for parameter in self._parameters:
@@ -223,14 +225,14 @@ class UserGradients:
         self._written.clear()
 
     def _forget_shown(self) -> None:
-        """Forget what was shown, and let go of it: casts of averages (`show`) have memory of their own."""
+        """Forget which averages are shown and drop this object's references to them, casts (`show`) included."""
         self._shown.clear()
         self._left.clear()
         self._casts.clear()
         self._edited.clear()
 
     def _is_as_left(self) -> bool:
-        """Return whether every ``.grad`` is the tensor, or None, that the engine left there, unchanged."""
+        """Return whether every ``.grad`` is the tensor, or None, that the engine left there, and was not edited."""
         if not self._shown:
             return not any_gradient(self._parameters)
         if self._casts or not gradients_are(self._parameters, self._left):
@@ -238,35 +240,39 @@ class UserGradients:
         return not any(map(self._was_edited, self._shown))
 
     def _note_left(self) -> None:
-        """Store what the engine has left in each ``.grad``, for `_is_as_left` to compare with; do nothing if no
-        averages are shown."""
+        """Store for `_is_as_left` what the engine has left in each ``.grad``; do nothing if no averages are shown."""
         if self._shown:
             nothing = itertools.repeat(None)
             units = ((g.unit.parameters, self._shown.get(index, nothing)) for index, g in self._gradients.items())
             self._left = [shown for parameters, seen in units for _, shown in zip(parameters, seen, strict=False)]
 
     def _version(self, index: int) -> int | None:
-        """Return the version counter that a unit's shown averages share, as views of one tensor; None without any."""
+        """Return the version counter that the shown averages of unit ``index`` share, as views of one tensor; None if
+        none are shown."""
         casts = self._casts.get(index, {})
         shown = enumerate(self._shown.get(index, ()))
         return next((t._version for number, t in shown if t is not None and number not in casts), None)
 
     def _note_version(self, index: int) -> None:
-        """Store the present version counter of the unit's shown averages, if there are any."""
+        """Store the present version counter of the shown averages of unit ``index``, if there are any, for
+        `_was_edited`."""
         version = self._version(index)
         if version is not None:
             self._versions[index] = version
 
     def _was_edited(self, index: int) -> bool:
-        """Return whether the unit's shown averages were written in place since `_note_version`; False if none are
-        shown."""
+        """Return whether the shown averages of unit ``index`` were written in place since `_note_version`; False if
+        none are shown."""
         version = self._version(index)
         return version is not None and version != self._versions[index]
 
     def _was_cast_edited(self, index: int, number: int, shown: torch.Tensor | None) -> bool:
-        """Return whether ``shown``, what the engine left in ``.grad`` of parameter ``number`` of unit ``index``, is a
-        cast copy of the average that was changed in place; such a change does not show in the unit's version
-        counter."""
+        """Return whether ``shown`` is a cast copy of an average and was written in place, which does not show in the
+        unit's version counter.
+
+        ``index``: of the unit. ``number``: of the parameter. ``shown``: what the engine left in the parameter's
+        ``.grad``.
+        """
         known = self._casts.get(index, {}).get(number)
         return known is not None and shown is not None and shown._version != known
 
@@ -277,10 +283,10 @@ class UserGradients:
             raise PartitionError(f"the gradient of parameter '{name}' was written: {refusal}")
 
     def _replace(self, gradients: UnitGradients, number: int, gradient: torch.Tensor | None) -> None:
-        """Make ``gradient`` (None: no gradient) this rank's gradient of parameter ``number`` instead of all from
-        backward, to be reduced, and record that user code has written it.
+        """Make ``gradient`` (None: no gradient) this rank's gradient of parameter ``number`` in place of all from
+        backward, queue it for reduction, and record that user code has written it.
 
-        Sets the parameter's ``.grad`` to None.
+        ``gradients``: of the parameter's unit. Sets the parameter's ``.grad`` to None.
         """
         unit = gradients.unit
         gradients.discard([number])
@@ -293,8 +299,8 @@ class UserGradients:
         self._written.setdefault(unit.index, set()).add(number)
 
     def _resend(self, units: Iterable[int]) -> None:
-        """Queue the shown averages of ``units`` (indices), with the user's in-place changes, as this rank's own
-        gradients for another reduction.
+        """Queue the shown averages of ``units`` (indices), as user code has edited them, for another reduction, as this
+        rank's own gradients.
 
         The parameters count as written by user code, and their ``.grad`` becomes None. Does nothing for units that show
         none, and does not communicate.
@@ -308,8 +314,8 @@ class UserGradients:
         self._note_left()
 
     def _numbers(self, parameters: Iterable[nn.Parameter] | None) -> Mapping[int, Sequence[int]]:
-        """Return, by unit index, which parameters of the unit are among ``parameters`` (None: all), by their positions
-        there; units without any are left out."""
+        """Return, by unit index, the numbers of the unit's parameters that are among ``parameters`` (None: all); units
+        without any are left out."""
         if parameters is None:
             return {index: range(len(g.unit.parameters)) for index, g in self._gradients.items()}
         chosen = {id(p) for p in parameters}

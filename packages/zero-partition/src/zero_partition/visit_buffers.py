@@ -1,4 +1,7 @@
-"""Buffers of a module whose forward runs twice: which may change, which did, and how they get their values back."""
+"""Buffers of a module whose forward runs twice: which may change, which did, and how they get their values back.
+
+Statistics are the buffers that training writes and does not read, those of batch and instance normalization.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,12 @@ _NORMS_OF_ONE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class WatchedBuffers:
-    """The buffers of ``module`` before a run of its forward, without its `statistics`. ``by_value``: keep their values
-    too, as some kernels write without raising a tensor's version; comparing them waits for the device."""
+    """Finds changes to the buffers of ``module``, without its `statistics`, from its construction on: before a run of
+    forward.
+
+    ``by_value``: keep copies of their values to compare with, as some kernels write without raising a tensor's version;
+    comparing waits for the device.
+    """
 
     def __init__(self, module: nn.Module, *, by_value: bool) -> None:
         left_out = {id(buffer) for buffer in statistics(module)}
@@ -23,7 +30,7 @@ class WatchedBuffers:
         self._before = [(name, b, _version(b), b.clone() if by_value else None) for name, b in watched]
 
     def changed(self) -> str | None:
-        """Return the name of a buffer that was written or replaced since; None without one."""
+        """Return the name of a buffer that was written or replaced since construction; None if none was."""
         now = dict(self._module.named_buffers())
         for name, buffer, version, value in self._before:
             if now.get(name) is not buffer or _version(buffer) != version:
@@ -35,14 +42,14 @@ class WatchedBuffers:
 
 def statistics(module: nn.Module) -> list[torch.Tensor]:
     """Return the buffers of ``module`` that training writes and does not read: those of batch and instance
-    normalization."""
+    normalization layers in training mode."""
     norms = [m for m in module.modules() if isinstance(m, (*_NORMS, *_NORMS_OF_ONE)) and m.training]
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
 
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Restore, after the block, the values of the `statistics` of ``module``."""
+    """Restore the values of the `statistics` of ``module`` after the block; not if the block raises."""
     before = [(buffer, buffer.clone()) for buffer in statistics(module)]
     yield
     with torch.no_grad():
@@ -51,7 +58,7 @@ def statistics_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return the version of ``tensor``, which counts writes; 0 for a tensor of inference mode, which has none."""
+    """Return the version counter of ``tensor``, which counts writes; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

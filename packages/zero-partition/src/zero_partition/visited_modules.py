@@ -30,8 +30,8 @@ class VisitedModules:
         self._found: list[Place] = []
 
     def find(self) -> list[Place]:
-        """Return the modules, in the order of the model. Raises `PartitionError` for fewer than two, and where a larger
-        module uses parameters of its own beside those of units inside it."""
+        """Return the modules whose calls are visits, in the order of the model. Raises `PartitionError` for fewer than
+        two, and if a larger module uses parameters of its own beside those of units inside it."""
         self._found = []
         self._collect("", self._model)
         if len(self._found) < 2:
@@ -42,7 +42,8 @@ class VisitedModules:
         return self._found
 
     def _collect(self, name: str, module: nn.Module) -> None:
-        """Add the visited modules among ``module``, called ``name``, and those inside it."""
+        """Add to the found modules those among ``module``, whose name is ``name``, and the modules inside it. Raises
+        `PartitionError` as `find` does for a larger module."""
         inside = f"{name}." if name else ""
         used = self._used(name)
         below = {
@@ -70,6 +71,7 @@ class VisitedModules:
             self._collect(f"{inside}{key}", child)
 
     def _used(self, name: str) -> dict[int, Unit]:
-        """Return the units that the module called ``name`` uses itself, by index."""
+        """Return, by index, the units that the module called ``name`` uses itself, not only through modules inside it.
+        """
         watch = self._hooks.watches.get(name)
         return {} if watch is None else {unit.index: unit for unit in watch.units}

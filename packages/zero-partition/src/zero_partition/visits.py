@@ -1,4 +1,10 @@
-"""Visits of a micro-batch to a module: its forward, kept as its inputs, and its backward, which runs it again."""
+"""Visits of a micro-batch to a module: its forward, of which only the inputs are kept, and its backward, which runs it
+again.
+
+The code of a micro-batch runs in a thread of its own; the driver, in the thread that trains, runs the visits that the
+threads wait for (see [Note: unit by unit] in unit_by_unit.py). Plain data are numbers, strings, bytes, None, enums,
+dtypes and the like, which no run of a module can change.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +31,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Place:
-    """A module whose calls are visits. ``name``: in the model. ``units``: those that its call uses. ``trains``: one of
-    them is trained. ``call``: calls the module itself."""
+    """A module whose calls are visits. ``name``: in the model. ``units``: those that its call uses. ``call``: calls the
+    module itself."""
 
     name: str
     module: nn.Module
@@ -35,17 +41,21 @@ class Place:
 
     @property
     def trains(self) -> bool:
-        """Return whether one of the units is trained."""
+        """True if one of the units is trained."""
         return any(unit.plan.trainable for unit in self.units)
 
     def members(self, unit: Unit) -> list[str]:
-        """Return the names of the members of ``unit`` that lie inside this module, and so have run when it has."""
+        """Return the names of those members of ``unit`` (modules whose forward uses it) that lie inside this module,
+        and so have run when it has."""
         return [name for name in unit.plan.members if name.startswith(f"{self.name}.")]
 
 
 class Asked(NamedTuple):
-    """What a micro-batch waits for: the forward of a ``visit``, or with ``gradients`` (of its outputs; None where there
-    is none) its backward. ``tensors``: the visit's inputs."""
+    """A request of a micro-batch to the driver: run the forward of a ``visit``, or its backward if ``gradients`` is not
+    None.
+
+    ``tensors``: the visit's input tensors. ``gradients``: of its output tensors, None where there is none.
+    """
 
     visit: Visit
     tensors: tuple[torch.Tensor, ...]
@@ -53,8 +63,7 @@ class Asked(NamedTuple):
 
 
 class VisitOutputs(NamedTuple):
-    """The outputs of a visit's forward: the ``tensors`` among them, detached, and which of them ``require`` a
-    gradient."""
+    """The output tensors of a visit's forward, detached, and for each whether it requires a gradient."""
 
     tensors: list[torch.Tensor]
     require: list[bool]
@@ -65,7 +74,7 @@ class Visit:
     """One call of the module at ``place`` by the micro-batch of ``thread``.
 
     `call` asks the driver for the forward; the driver calls `forward`, and later `backward`. ``grad``: gradients are
-    enabled around the call. ``autocast``: the devices' autocast there, as arguments of `torch.autocast`.
+    enabled around the call. ``autocast``: the autocast state of each device there, as arguments of `torch.autocast`.
     """
 
     place: Place
@@ -80,9 +89,12 @@ class Visit:
     _graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Sequence[Callable[[], Any]]) -> Any:
-        """Return the module's output for ``args`` and ``kwargs``, without its graph: autograd keeps the tensors among
-        them, inside the contexts that ``around`` return. Raises `PartitionError` for an argument that a second run may
-        find changed."""
+        """Return the module's output for ``args`` and ``kwargs``. Autograd keeps only the tensors among these, not the
+        module's graph; it saves them inside the contexts that the functions ``around`` return.
+
+        Raises `PartitionError` in a backward pass, and for an argument that is neither a tensor nor plain data, as the
+        second run might find it changed.
+        """
         if self.thread.backpropagates:
             raise PartitionError(
                 f"train_batch: module '{self.place.name}' is called again in backward, as activation checkpointing "
@@ -107,9 +119,13 @@ class Visit:
         return tree_unflatten([next(outputs) if x is _TENSOR else x for x in self._outputs], self._output_spec)  # type: ignore[arg-type]
 
     def forward(self, tensors: Sequence[torch.Tensor], *, is_new: bool) -> VisitOutputs:
-        """Run the module with ``tensors`` as inputs and return its outputs. Keeps its graph until `drop_graph`. Raises
-        `PartitionError` for an output that is neither tensor nor plain data, and for a module that keeps what a second
-        run finds changed. ``is_new``: the module was not visited before; also values of its buffers are compared."""
+        """Run the module with ``tensors`` as its input tensors and return its output tensors; keep its graph until
+        `drop_graph`.
+
+        ``is_new``: the module was not visited before; values of its buffers are compared too. Raises `PartitionError`
+        for an output that is neither tensor nor plain data, and for a module that changes a buffer, an argument or
+        keeps a tensor, as its second run would find that.
+        """
         self._generators = self.thread.generators.copy()
         buffers = WatchedBuffers(self.place.module, by_value=is_new)
         inputs, output = self._run(tensors)
@@ -129,15 +145,18 @@ class Visit:
         return VisitOutputs([x.detach() for x in outputs], [x.requires_grad for x in outputs])
 
     def drop_graph(self) -> None:
-        """Free the graph that `forward` has kept: the visit's backward will run the module again."""
+        """Free the graph that `forward` has kept; `backward` then runs the module again."""
         self._graph = None
 
     def backward(
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Run the module again, unless its graph is kept, and backpropagate ``gradients`` of its outputs. Return those
-        of ``tensors``, its inputs; parameters get theirs as in any backward pass. Statistics that the module writes are
-        as before."""
+        """Backpropagate ``gradients``, those of the output tensors, through the module; run it again unless its graph
+        is kept.
+
+        Return the gradients of ``tensors``, the input tensors; parameters get theirs as in any backward pass.
+        Statistics that the module writes in the second run are restored.
+        """
         graph, self._graph = self._graph, None
         if graph is not None:
             return _backpropagate(*graph, gradients)
@@ -148,8 +167,9 @@ class Visit:
             return _backpropagate(inputs, outputs, gradients)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """Call the module as the micro-batch did, with views of new leaves of the graph in place of ``tensors``; return
-        the leaves and its output. Raises `PartitionError` if it has changed one of its arguments."""
+        """Call the module as the micro-batch did, but with new leaves of the graph (views of them) in place of the
+        input ``tensors``. Return (leaves, output). Raises `PartitionError` if the module has changed one of its
+        arguments."""
         starts = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         with torch.enable_grad():  # autocast would keep casts of leaves, and sum their gradients in another dtype
             inputs = [x.view_as(x) if x.requires_grad and x.layout == torch.strided else x for x in starts]
@@ -180,15 +200,16 @@ class Visit:
         return starts, output
 
     def _wrote(self, what: str) -> PartitionError:
-        """Return the error for a module that has written to ``what`` in place."""
+        """Return the error for a module that has written in place to ``what``, a phrase for an argument or parameter.
+        """
         return PartitionError(
             f"train_batch: module '{self.place.name}' changed {what} in place, and its forward runs twice for each "
             f"micro-batch, the second time with what it left: write x = x * 2, not x *= 2, in it, or {_LOOP}."
         )
 
     def _refuse_kept(self, buffers: WatchedBuffers) -> None:
-        """Raise `PartitionError`, naming it, for a buffer that the module's forward has changed, unless it is a
-        statistic that training does not read, and for a tensor with a graph that a module has kept as an attribute."""
+        """Raise `PartitionError`, naming the buffer or attribute, if the module's forward has changed one of
+        ``buffers`` or has kept a tensor with a graph as an attribute."""
         changed = buffers.changed()
         if changed is not None:
             raise PartitionError(
@@ -204,7 +225,8 @@ class Visit:
                     )
 
     def _refuse_changeable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `PartitionError`, naming it, for an argument that is neither a tensor nor plain data."""
+        """Raise `PartitionError`, naming the argument, if one of ``args`` and ``kwargs`` is neither a tensor nor plain
+        data."""
         for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 advice = "pass use_cache=False" if "cache" in type(leaf).__name__.lower() else "use the ordinary loop"
@@ -216,7 +238,7 @@ class Visit:
 
 
 class _Input(NamedTuple):
-    """Stands for the visit's input tensor ``number`` among its arguments."""
+    """Stands, among a visit's arguments, for its input tensor with index ``number``."""
 
     number: int
 
@@ -233,7 +255,9 @@ class _VisitNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, visit: Visit, _anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Ask the driver for the visit's forward; return the tensors among its outputs."""
+        """Ask the driver for the forward of ``visit`` with the inputs ``tensors``; return the output tensors.
+        ``_anchor``: an empty tensor that requires gradients if the visit's parameters do, so that backward comes here.
+        """
         ctx.visit = visit
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -243,7 +267,11 @@ class _VisitNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Ask the driver for the visit's backward; return the gradients of its inputs."""
+        """Ask the driver for the visit's backward with ``gradients``, those of its output tensors; return those of the
+        arguments of `forward`.
+
+        Raises `PartitionError` before the backward pass of the loss, and if an input was changed in place since.
+        """
         if not ctx.visit.thread.backpropagates:
             raise PartitionError(
                 f"train_batch: autograd.grad went through module '{ctx.visit.place.name}' before the backward pass of "
@@ -265,14 +293,16 @@ class _VisitNode(torch.autograd.Function):
 def _backpropagate(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Backpropagate ``gradients``, those of ``outputs``, and return those of ``inputs``, leaves of the graph."""
+    """Backpropagate ``gradients``, those of ``outputs`` (None where there is none), and return the gradients of
+    ``inputs``, which are leaves of the graph."""
     pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad and g is not None]
     torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
     return [x.grad for x in inputs]
 
 
 def _autocast_states() -> list[tuple[str, torch.dtype, bool, bool]]:
-    """Return the thread's autocast of the CPU and of the accelerator, as arguments of `torch.autocast`."""
+    """Return the calling thread's autocast state for the CPU and for the accelerator, if there is one: for each the
+    arguments of `torch.autocast`."""
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu", *([accelerator.type] if accelerator is not None else [])]
     cached = torch.is_autocast_cache_enabled()

@@ -12,15 +12,15 @@ from .partition import Partition
 
 
 def is_whole(partition: Partition, parameter: nn.Parameter) -> bool:
-    """Return whether ``parameter`` is the model's and every rank has all of it, as no unit holds it; also for any empty
-    one."""
+    """Return whether every rank has all of ``parameter``: one of the model that no unit holds, or any empty one."""
     return partition.find(parameter) is None and (parameter.numel() == 0 or partition.name_of(parameter) is not None)
 
 
 def set_whole(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Write rank 0's ``value`` into a parameter for which `is_whole`, on every rank. Collective.
+    """Write rank 0's ``value`` into ``parameter``, for which `is_whole` holds, on every rank. Collective.
 
-    Other ranks pass any tensor of the parameter's shape. Raises `PartitionError` on every rank if one passes another.
+    Other ranks pass any tensor of the parameter's shape. Raises `PartitionError` on every rank if a rank passes another
+    shape.
     """
     name, refusal = partition.name_of(parameter) or "", None
     if value.shape != parameter.shape:
@@ -37,7 +37,7 @@ def set_whole(partition: Partition, parameter: nn.Parameter, value: torch.Tensor
 
 
 def explain_missing(partition: Partition, parameter: nn.Parameter) -> str:
-    """Return, as an error's text, why the engine has no gradient, state or shard of ``parameter``, which no unit
+    """Return, as the text of an error, why the engine has no gradient, state or shard of ``parameter``, which no unit
     holds."""
     name = partition.name_of(parameter)
     if name is None:

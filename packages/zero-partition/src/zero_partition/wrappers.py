@@ -28,14 +28,17 @@ class Trains(Protocol):
 
 
 def refuse_wrappers(partition: Trains) -> Callable[[], object]:
-    """Raise `PartitionError` from now on where a DistributedDataParallel, DataParallel or FullyShardedDataParallel is
-    made around a module with parameters of ``partition``, as long as that exists; return the function that ends the
-    check. Its hook stays until that call: garbage is collected anywhere, also while torch iterates over its hooks."""
+    """Raise `PartitionError`, from now on, whenever a DistributedDataParallel, DataParallel or FullyShardedDataParallel
+    is made around a module with parameters of ``partition``, as long as that exists. Return the function that ends the
+    check.
+
+    Only that function removes the hook: garbage is collected anywhere, also while torch iterates over its hooks.
+    """
     reference = weakref.ref(partition)
 
     def registered(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         """Raise `PartitionError` if ``parent`` is a data-parallel wrapper of torch's and ``child`` has parameters of
-        the partition: torch's hook on registrations of modules."""
+        the partition. Called by torch whenever a module is registered in another."""
         if (
             child is not None
             and any(_is_from_wrappers(cls.__module__) for cls in type(parent).__mro__)
@@ -50,8 +53,8 @@ def refuse_wrappers(partition: Trains) -> Callable[[], object]:
 def register_unless_wrapper(
     engine: nn.Module, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
 ) -> RemovableHandle:
-    """Register ``hook`` on ``engine`` as `torch.nn.Module.register_forward_pre_hook` does, in whose place engines have
-    this as a method. Raises `PartitionError` for a hook of torch's functions `fully_shard` and `replicate`, which
+    """Register ``hook`` on ``engine`` as `torch.nn.Module.register_forward_pre_hook` does, which this replaces as a
+    method of engines. Raises `PartitionError` for a hook of torch's functions `fully_shard` and `replicate`, which
     install it before they change parameters."""
     if _is_from_wrappers(getattr(hook, "__module__", None) or ""):
         _refuse("fully_shard or replicate")
@@ -64,7 +67,8 @@ def _is_from_wrappers(module: str) -> bool:
 
 
 def _refuse(wrapper: str) -> NoReturn:
-    """Raise `PartitionError` that names ``wrapper``, a class or function of torch put around a model or an engine."""
+    """Raise `PartitionError`: ``wrapper``, the name of a class or function of torch, was put around a model or an
+    engine."""
     raise PartitionError(
         f"{wrapper} around an engine or the model that it trains: the engine shards or replicates the parameters and "
         "averages the gradients itself. Use the engine as it is; after engine.destroy() the model can be wrapped"
