@@ -1,4 +1,4 @@
-"""The states of units, and a count of the elements of the model that are gathered now."""
+"""DeepSpeed's estimates (`estimators.py`) for a torch model, whose parameters may be on any device or on meta."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def step_bounds(rank: RankPlan, machine: Machine, *, world_size: int) -> tuple[B
 
 
 def _updated_bytes(rank: RankPlan) -> dict[str, int]:
-    """Return the bytes of masters and optimizer states, which a step updates, by tier."""
+    """Return, by tier, the bytes of ``rank``'s masters and optimizer states, which a step updates."""
     found: dict[str, int] = {}
     for row in rank.held:
         if row.kind in _UPDATED:
@@ -56,25 +56,27 @@ def _updated_bytes(rank: RankPlan) -> dict[str, int]:
 
 
 def _rate_key(dtype: str, machine: Machine) -> str:
-    """Return the machine's key of the fastest rate at which products in ``dtype`` may run; a key that no machine has if
-    there is none.
+    """Return the machine's key of the fastest rate at which matrix products in ``dtype`` (a name of torch) may run; a
+    key that no machine has if there is no rate.
     """
     known = [f"device.{name}" for name in _RATES.get(dtype, ()) if machine.get(f"device.{name}") is not None]
     return known[0] if known else f"device.{dtype}"
 
 
 def _attention_key(dtype: str) -> str:
-    """Return the machine's key of the rate of fused attention in ``dtype``, a name of torch; a key that no machine has
-    if there is none.
+    """Return the machine's key of the rate of fused attention in ``dtype`` (a name of torch); a key that no machine has
+    if there is no rate.
     """
     names = _RATES.get(dtype) or (dtype,)
     return f"device.attention_{names[-1]}"
 
 
 def _with_network_rate(row: Bound, machine: Machine, per_node: int, world_size: int) -> Bound:
-    """Return ``row`` with the network's rate added to that of a rank's links, if there are several nodes: the rank
-    sends over both. Other rows are returned unchanged. The whole network of a node counts, which keeps the time a lower
-    bound.
+    """Return ``row`` with the network's rate added if it is the row of a rank's links and there are several nodes, as
+    the rank sends over both; without a rate if the machine does not give the network's. Other rows are returned
+    unchanged.
+
+    ``per_node``: ranks of a node. The whole network of a node counts, which keeps the time a lower bound.
     """
     if row.key != "node.link" or per_node == world_size or row.rate is None:
         return row

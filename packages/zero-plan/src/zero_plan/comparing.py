@@ -1,4 +1,8 @@
-"""A plan against the record of a run: planned and measured numbers, and the error of each."""
+"""Compare a plan with the record of a run: planned and measured numbers, and the error of each.
+
+The record (of zero-report) has a table, of which each row sums over some steps, and for some steps a block of spans:
+timed events with the bytes that they moved.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,8 @@ class ComparedRow(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """Return the planned number relative to the measured one, minus 1; where 0 was measured, 0 if 0 was planned,
-        else None.
+        """The relative error of the planned number, planned / measured - 1. If 0 was measured: 0 if 0 was planned, else
+        None.
         """
         if self.measured:
             return self.planned / self.measured - 1
@@ -46,7 +50,7 @@ class ComparedRow(NamedTuple):
 
 
 def compare(found: Plan, record: str | Path, machine: Machine | None = None) -> tuple[ComparedRow, ...]:
-    """Return the planned numbers of each rank beside those that a run measured.
+    """Return the planned numbers of each rank of ``found``, a plan, beside those that a run measured.
 
     ``record``: the folder that ``run_record.path`` names; its last attempt counts, without the first two steps.
     ``machine``: compare the least time of a step, too. Numbers that the record does not have are left out. Raises
@@ -70,8 +74,8 @@ def compare(found: Plan, record: str | Path, machine: Machine | None = None) -> 
 
 
 def _rank_rows(plan: RankPlan, attempt: Attempt, world_size: int, machine: Machine | None) -> Iterator[ComparedRow]:
-    """Yield the rows of one rank; none if the record has no third step of it. Without ``machine`` there is no row of
-    times.
+    """Yield the compared rows of the rank that ``plan`` is for; none if the record has no third step of it. Without
+    ``machine`` there is no row of times.
     """
     record = attempt.ranks.get(plan.rank)
     measured = None if record is None else _Measured(record)
@@ -85,8 +89,10 @@ def _rank_rows(plan: RankPlan, attempt: Attempt, world_size: int, machine: Machi
 
 
 def _memory_rows(plan: RankPlan, measured: _Measured, *, on_host: bool) -> Iterator[ComparedRow]:
-    """Yield rows of the model states in memory, by owner, and of the peak of memory, planned and measured; ``on_host``:
-    the run computed on the CPU. What was not measured has no row.
+    """Yield the rows of the model states in memory, by owner, and of the peak of memory. Numbers that were not measured
+    have no row.
+
+    ``on_host``: the run computed on the CPU, so that the peak is that of host memory.
     """
     held = dict.fromkeys(_OWNERS.values(), 0)
     for row in plan.held:
@@ -103,8 +109,8 @@ def _memory_rows(plan: RankPlan, measured: _Measured, *, on_host: bool) -> Itera
 
 
 def _moved_rows(plan: RankPlan, measured: _Measured) -> Iterator[ComparedRow]:
-    """Yield rows of the bytes that a step sends (by phase, in all, to other nodes), reads from drives and writes to
-    them, planned and measured. What was not measured has no row.
+    """Yield the rows of the bytes that a step sends (by phase, in all, to other nodes), reads from drives and writes to
+    them. Numbers that were not measured have no row.
     """
     sent: dict[str, int] = {}
     for row in plan.sent:
@@ -121,17 +127,19 @@ def _moved_rows(plan: RankPlan, measured: _Measured) -> Iterator[ComparedRow]:
 
 
 def _row_if_measured(rank: int, what: str, planned: int, measured: float | None) -> Iterator[ComparedRow]:
-    """Yield one row in bytes; none if nothing was measured (``measured`` is None), or both numbers are 0."""
+    """Yield the row of the number ``what`` in bytes; nothing if it was not measured (``measured`` is None), or both
+    numbers are 0.
+    """
     if measured is not None and (planned or measured):
         yield ComparedRow(rank, what, "B", planned, measured)
 
 
 class _Measured:
-    """The steps of one rank's record after the first two, in which the engine learns. It may have none: then `seconds`
-    is empty.
+    """The numbers that one rank's ``record`` has of the steps after the first two, in which the engine learns. There
+    may be none: then `seconds` is empty.
 
     Attributes:
-        seconds: of each row of the table, per step.
+        seconds: by row of the table, the seconds per step.
     """
 
     def __init__(self, record: RankRecord) -> None:
@@ -145,38 +153,45 @@ class _Measured:
         self._blocks = [block for block in blocks if block is not None and not block.open]
 
     def per_step(self, column: str) -> float | None:
-        """Return the median over the rows of a column's value per step; None without values."""
+        """Return the median, over the rows of the table, of the value per step in ``column``; None without values."""
         values = self._values(column)
         return median(values) if values else None
 
     def highest(self, column: str) -> float | None:
-        """Return the highest value of a column; None without values."""
+        """Return the highest value in ``column`` of the table; None without values."""
         values = [float(self._table[column][row]) for row in self._rows]
         return max((value for value in values if value == value), default=None)
 
     def highest_memory(self) -> float | None:
-        """Return the highest sum in bytes over the known owners of memory; None if the record has no samples of
-        memory.
+        """Return the highest sum, in bytes, of the memory of all known owners at one moment; None if the record has no
+        samples of memory.
         """
         samples = [owners for block in self._blocks for _, owners in block.memory]
         sums = [sum(nbytes for owner, nbytes in owners.items() if owner != "other") for owners in samples]
         return max(sums, default=None)
 
     def median_span_bytes(self, what: str) -> float | None:
-        """Return the median over steps of the bytes of one kind of span; ``what``: a phase, "read from drives" or
-        "written to drives". None if no step has all its spans.
+        """Return the median over steps of the bytes of one kind of span; None if there is no step of which all spans
+        are recorded.
+
+        ``what``: a phase, "read from drives" or "written to drives".
         """
         sums = [_span_bytes(block, what) for block in self._blocks if not block.left_out]
         return median(sums) if sums else None
 
     def _values(self, column: str) -> list[float]:
-        """Return a column's value per step of each row (a row sums over several steps), without missing ones."""
+        """Return, for each row of the table, the value per step in ``column``, as a row sums over several steps.
+        Missing values are left out.
+        """
         values = [float(self._table[column][row] / self._table["steps"][row]) for row in self._rows]
         return [value for value in values if value == value]
 
 
 def _span_bytes(block: Block, what: str) -> int:
-    """Return the bytes of a block's spans of one kind; ``what``: a phase, "read from drives" or "written to drives"."""
+    """Return the bytes of those spans of ``block`` that are of one kind.
+
+    ``what``: a phase, "read from drives" or "written to drives".
+    """
     from zero_report import SpanKind
 
     drives = {"read from drives": SpanKind.TIER_READ, "written to drives": SpanKind.TIER_WRITE}

@@ -89,8 +89,8 @@ def plan_script(
 
 
 def loss_of(output: Any) -> Any:
-    """Return the loss in a model's output: its ``loss`` (key or attribute), else the first item of a tuple or list,
-    else the output itself.
+    """Return the loss in the output of a model: its ``loss`` (key or attribute), else the first item of a tuple or
+    list, else the output itself.
     """
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]

@@ -90,8 +90,10 @@ class MomentLoad:
 
 def engine_units(shape: Transformer, stage: int) -> tuple[EngineUnit, ...]:
     """Return the units that zero-partition makes of a transformer, in the order in which backward completes them: the
-    head (if it is not tied), the last norm, the blocks, the embedding. At stage 3 small parameters are units of their
-    own, which are complete after the rest of their block, whose first norm is among them.
+    head (if it is not tied), the last norm, the blocks, the embedding.
+
+    At stage 3 small parameters are units of their own, which are complete after the rest of their block, as the block's
+    first norm is among them.
     """
     matrices = [shape.hidden * shape.hidden] * 2 + [shape.hidden * shape.kv] * 2
     matrices += [shape.hidden * shape.width] * (3 if shape.gated else 2)
@@ -105,8 +107,8 @@ def engine_units(shape: Transformer, stage: int) -> tuple[EngineUnit, ...]:
 
 
 def _units_of(parameters: Sequence[int], stage: int) -> list[EngineUnit]:
-    """Return the unit of parameters with these numbers of elements; at stage 3 the persistent ones are a second unit
-    after it.
+    """Return the units of parameters with these numbers of elements: one, or at stage 3 two, the second one with the
+    parameters that are persistent.
     """
     small = [size for size in parameters if stage >= 3 and size < PERSISTENT_BELOW]
     large = [size for size in parameters if stage < 3 or size >= PERSISTENT_BELOW]
@@ -136,7 +138,7 @@ class GradientBytes:
 
     @classmethod
     def of(cls, setup: Setup) -> GradientBytes:
-        """Return the bytes per element of the gradients that the engine holds with this setup."""
+        """Return the bytes per element of the gradients that the engine holds with ``setup``."""
         parameter, wire = setup.bytes.parameter, setup.bytes.gradient
         accumulated = max(ACCUMULATED, wire)
         several, wider = setup.accumulation > 1, accumulated != parameter
@@ -154,11 +156,12 @@ class GradientBytes:
 
 
 def engine_memory(shape: Transformer, setup: Setup, load: MomentLoad) -> tuple[StateRow, ...]:
-    """Return the bytes on one rank that come on top of parameters, masters and moments, at the moment of a step that
-    needs most on the device. From stage 1 on the averaged gradients of an offloaded optimizer are on the host
-    (`zero_offload`).
+    """Return the bytes on one rank that come on top of parameters, masters and moments, by kind, at the moment of a
+    step that needs most on the device.
 
-    Reductions in flight receive the other ranks' slices, as `zero_comm` has them on a CPU; NCCL needs less.
+    ``load``: the memory of one micro-batch beside the engine. From stage 1 on the averaged gradients of an offloaded
+    optimizer are on the host (`zero_offload`). Reductions in flight receive the other ranks' slices, as `zero_comm` has
+    them on a CPU; NCCL needs less.
     """
     averaged_at = "device" if setup.offload_optimizer == "device" else "host"
     units, kept = engine_units(shape, setup.stage), GradientBytes.of(setup)
@@ -183,7 +186,8 @@ def _moments(
 ) -> Iterator[dict[str, int]]:
     """Yield the bytes on the device by kind at the end of forward, at each unit of backward, and after backward.
 
-    ``averaged``: averaged gradients are on the device.
+    ``units``: in the order of backward. ``load``: the memory of one micro-batch beside the engine. ``kept``: bytes per
+    element of gradients. ``averaged``: averaged gradients are on the device.
     """
     ranks = setup.world_size
     full = [ranks * setup.shard(unit.elements) for unit in units]
@@ -226,7 +230,7 @@ def _moments(
 
 
 def _gathered(units: Sequence[EngineUnit], setup: Setup) -> Iterator[int]:
-    """Yield the bytes of gathered parameters while backward is at each of ``units``; 0 below stage 3.
+    """Yield the bytes of gathered parameters while backward is at each of ``units``, in their order; 0 below stage 3.
 
     The next units are gathered ahead as `zero_partition.gatherer.Gatherer` does; parameters that are never released
     count beyond their shard on the device.

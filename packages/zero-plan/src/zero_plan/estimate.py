@@ -33,7 +33,7 @@ class Fit:
 
     @property
     def fits(self) -> bool | None:
-        """Return whether the needed bytes are available; None where the capacity is not known."""
+        """True if the needed bytes are available; None if the capacity is not known."""
         return None if self.capacity is None else self.needed <= self.capacity
 
 
@@ -61,7 +61,7 @@ class StepEstimate:
     wear: Wear | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
+        """Return all fields, and the numbers that properties compute, as plain data for JSON."""
         return {
             "params": self.params,
             "setup": asdict(self.setup),
@@ -124,8 +124,10 @@ def estimate_step(
 
 
 def _fits_by_tier(rows: tuple[StateRow, ...], setup: Setup, machine: Machine) -> tuple[Fit, ...]:
-    """Return the needed and available bytes of each tier in use: a device holds the rows of one rank, a node's memory
-    and drives those of all its ranks.
+    """Return the needed and available bytes of each tier in use.
+
+    ``rows``: the needs of one rank. A device holds those of one rank, a node's memory and drives those of all its
+    ranks.
     """
     found = by_tier(rows)
     needs = {tier: found.get(tier, 0) * (1 if tier == "device" else setup.per_node) for tier in TIERS}

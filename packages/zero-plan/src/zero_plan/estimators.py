@@ -27,7 +27,7 @@ class EstimateRow:
 
     @property
     def options(self) -> str:
-        """The choice as text, by the configuration's names, padded so that rows align."""
+        """The choice as text, by the names of the configuration, padded so that rows align."""
         param = [] if self.offload_param is None else [f"offload_param={self.offload_param:4}"]
         init = [] if self.zero_init is None else [f"zero_init={int(self.zero_init)}"]
         return ", ".join([*param, f"offload_optimizer={self.offload_optimizer:4}", *init])
@@ -89,7 +89,9 @@ def estimate_zero2(
 
 
 def _below_stage_3(stage: int, total_params: int, gpus_per_node: int, nodes: int, factor: float) -> Estimate:
-    """Return the estimate of stage 1 or 2; ``factor``: the buffer factor. Raises `PlanError` as `estimate_zero2`."""
+    """Return the estimate of ``stage`` 1 or 2. ``factor``: the buffer factor. Raises `PlanError` for counts below 1 and
+    a factor that is not above 0.
+    """
     at_least_one(total_params=total_params, gpus_per_node=gpus_per_node, nodes=nodes)
     _check_factor(factor)
     devices = gpus_per_node * nodes
@@ -139,7 +141,10 @@ def estimate_zero3(
 
 
 def _zero3_rows(total: int, largest: int, gpus_per_node: int, nodes: int, factor: float) -> Iterator[EstimateRow]:
-    """Yield the rows of stage 3, the most offload first; arguments as for `estimate_zero3`."""
+    """Yield the rows of stage 3, the most offload first.
+
+    ``total``, ``largest``: parameters of the model, and of its largest layer. ``factor``: the buffer factor.
+    """
     devices = gpus_per_node * nodes
     per_node = 1 / nodes
     layer = 4 * largest
@@ -157,6 +162,6 @@ def _zero3_rows(total: int, largest: int, gpus_per_node: int, nodes: int, factor
 
 
 def _check_factor(factor: float) -> None:
-    """Raise `PlanError` unless the buffer factor is above 0."""
+    """Raise `PlanError` unless ``factor``, the buffer factor, is above 0."""
     if not factor > 0:
         raise PlanError(f"additional_buffer_factor: expected a number > 0, got {factor!r}")

@@ -71,8 +71,8 @@ def fits(
 
 
 def judge_fit(found: Plan, machine: Machine) -> FitAnswer:
-    """Return whether a plan fits on a machine. Raises `PlanError` for a plan without ranks, and if the machine gives no
-    ``node.devices``.
+    """Return whether the planned run ``found`` fits on ``machine``. Raises `PlanError` for a plan without ranks, and if
+    the machine gives no ``node.devices``.
     """
     if not found.ranks:
         raise PlanError("ranks: expected at least one, got none")
@@ -89,7 +89,7 @@ def judge_fit(found: Plan, machine: Machine) -> FitAnswer:
 
 
 def _verdict_text(row: Fit) -> str:
-    """Return a clause that says whether one tier fits, and with how many bytes."""
+    """Return a clause that says whether the tier of ``row`` fits, with how many bytes to spare or too many."""
     where = "the device" if row.tier == "device" else f"{row.tier} of a node"
     if row.capacity is None:
         return f"{where} needs {format_quantity(row.needed, 'B')}, and the machine does not give {CAPACITY[row.tier]}"

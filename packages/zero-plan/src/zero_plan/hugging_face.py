@@ -50,7 +50,9 @@ def model_and_batch(
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    """Return the content of a `config.json`. Raises `PlanError` unless it is an object with a "model_type"."""
+    """Return the content of the `config.json` at ``path``. Raises `PlanError` unless it is a JSON object with a
+    "model_type".
+    """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -61,8 +63,10 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def _micro_batch(torch: Any, path: str, config: Any, rows: int, length: int | None) -> dict[str, torch.Tensor]:
-    """Return keyword arguments for the model: images or tokens, and labels. ``torch``: the module; ``path``: names the
-    file in errors. Raises `PlanError` if ``length`` is given for images or missing for tokens.
+    """Return the model's keyword arguments for a micro-batch: images or tokens, and labels.
+
+    ``torch``: the module. ``path``: names the file in errors. ``config``: of Transformers. ``rows``, ``length``:
+    samples, and tokens of each. Raises `PlanError` if ``length`` is given for images or missing for tokens.
     """
     size = getattr(config, "image_size", None)
     if size is not None:

@@ -65,17 +65,17 @@ def bounds(
 
 
 def one_after_another(rows: Sequence[Bound]) -> list[Bound]:
-    """Return the bound of all that a device computes one after another, as a list of one row: its time is the sum over
-    those ``rows`` that the device itself bounds (products, attention, memory). Empty if fewer than two of these times
-    are known.
+    """Return, as a list of one row, the bound of all that a device computes one thing after another: the sum of the
+    times of those ``rows`` that bound the device itself (products, attention, memory). Empty if fewer than two of these
+    times are known.
     """
     known = [row.seconds for row in rows if row.resource.startswith(_ON_DEVICE) and row.seconds is not None]
     return [Bound("device, all it computes", sum(known), 1.0, "device", is_sum=True)] if len(known) > 1 else []
 
 
 def both_ways(machine: Machine, read: float, written: float) -> list[Bound]:
-    """Return the bound of drives that read ``read`` bytes and write ``written`` bytes at the same time, as a list of
-    one row; empty if they do only one of the two, or the machine does not give the rate.
+    """Return, as a list of one row, the bound of drives that read ``read`` bytes and write ``written`` bytes at the
+    same time; empty if they do only one of the two, or if the machine does not give the rate.
     """
     rate = machine.get("disk.read_and_write")
     if rate is None or not read or not written:
@@ -84,8 +84,8 @@ def both_ways(machine: Machine, read: float, written: float) -> list[Bound]:
 
 
 def _with_network_rate(row: Bound, machine: Machine, setup: Setup) -> Bound:
-    """Return the bound of a rank's links with the rank's share of the network added to their rate, if there are several
-    nodes; without a rate if the machine does not give the network's.
+    """Return ``row``, the bound of a rank's links, with the rank's share of the network added to its rate if there are
+    several nodes; without a rate if the machine does not give the network's.
     """
     if setup.nodes == 1 or row.rate is None:
         return row
@@ -115,7 +115,9 @@ class StepTime(NamedTuple):
 
 
 def step_time(rows: tuple[Bound, ...]) -> StepTime:
-    """Return the bounds on a step from those of its resources. Raises `PlanError` if no rate is known."""
+    """Return the bounds on the time of a step; ``rows``: the bounds of its resources. Raises `PlanError` if no rate is
+    known.
+    """
     known = [(row.seconds, row.resource) for row in rows if row.seconds is not None]
     apart = sum(row.seconds for row in rows if row.seconds is not None and not row.is_sum)
     unknown = tuple(row.key for row in rows if row.seconds is None)
@@ -137,9 +139,9 @@ class Wear(NamedTuple):
 
 
 def wear(machine: Machine | None, written: int) -> Wear | None:
-    """Return how fast the drives of a node wear if each step writes ``written`` bytes to them; None if that is 0.
+    """Return the wear of the drives of a node if each step writes ``written`` bytes to them; None if that is 0.
 
-    ``machine``: None if its endurance is not known.
+    ``machine``: None if the drives' endurance is not known.
     """
     if not written:
         return None

@@ -1,4 +1,4 @@
-"""DeepSpeed's estimates (`estimators.py`) for a torch model, on any device or on meta."""
+"""DeepSpeed's estimates (`estimators.py`) for a torch model, whose parameters may be on any device or on meta."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 
 def _address_key(parameter: Tensor) -> Hashable:
-    """Return a key that is equal for parameters that begin at the same address; for a tensor without an address of
-    its own (meta, fake, a wrapper) its identity.
+    """Return a key that is equal for parameters whose memory begins at the same address. The key of a tensor without an
+    address of its own (meta, fake, a wrapper) is its identity.
     """
     import torch
 
@@ -54,9 +54,10 @@ def _address_key(parameter: Tensor) -> Hashable:
 def estimate_zero1_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return `estimate_zero1` for the parameters of ``model``: memory of one node in bytes, on CPU and per GPU. Raises
-    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1. The other arguments
-    are those of `estimate_zero1`.
+    """Return `estimate_zero1` for the parameters of ``model``: bytes of main memory per node and of memory per GPU.
+
+    The other arguments are those of `estimate_zero1`. Raises `PlanError` for a model without parameters, one that is
+    not initialised, and numbers below 1.
     """
     total = count_parameters(model).total
     return estimate_zero1(
@@ -67,9 +68,10 @@ def estimate_zero1_live(
 def estimate_zero2_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return `estimate_zero2` for the parameters of ``model``: memory of one node in bytes, on CPU and per GPU. Raises
-    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1. The other arguments
-    are those of `estimate_zero2`.
+    """Return `estimate_zero2` for the parameters of ``model``: bytes of main memory per node and of memory per GPU.
+
+    The other arguments are those of `estimate_zero2`. Raises `PlanError` for a model without parameters, one that is
+    not initialised, and numbers below 1.
     """
     total = count_parameters(model).total
     return estimate_zero2(
@@ -80,9 +82,10 @@ def estimate_zero2_live(
 def estimate_zero3_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return `estimate_zero3` for the parameters of ``model``: memory of one node in bytes, on CPU and per GPU. Raises
-    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1. The other arguments
-    are those of `estimate_zero3`.
+    """Return `estimate_zero3` for the parameters of ``model``: bytes of main memory per node and of memory per GPU.
+
+    The other arguments are those of `estimate_zero3`. Raises `PlanError` for a model without parameters, one that is
+    not initialised, and numbers below 1.
     """
     total, largest = count_parameters(model)
     return estimate_zero3(

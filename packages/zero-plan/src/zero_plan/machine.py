@@ -83,14 +83,14 @@ class Machine:
         return found
 
     def with_values(self, overrides: Mapping[str, object], source: str = "given") -> Machine:
-        """Return a copy with some values replaced, from ``source``. Raises `PlanError` for unknown keys and bad
-        units.
+        """Return a copy in which the values of ``overrides``, by key, replace or complete the present ones; ``source``:
+        where they come from. Raises `PlanError` for an unknown key and a value that cannot be read.
         """
         changed = {key: _parse_value(key, value, source, self.name) for key, value in overrides.items()}
         return Machine(self.name, {**self.values, **changed})
 
     def rows(self) -> Iterator[tuple[str, Value]]:
-        """Yield (key, value) in the order of `KEYS`."""
+        """Yield (key, value) of the values that the machine gives, in the order of `KEYS`."""
         for key in KEYS:
             if key in self.values:
                 yield key, self.values[key]
@@ -137,10 +137,12 @@ def load_machine(name: str) -> Machine:
 
 
 def parse_machine(text: str, origin: str) -> Machine:
-    """Return the machine that TOML describes; ``origin`` names it in errors and is the source of values without one.
+    """Return the machine that a TOML text describes; ``origin`` names it in errors and is the source of values without
+    one.
 
     A value is `memory = "80 GB"`, or `memory = { value = "80 GB", source = "…" }`, in the sections device, node,
-    network and disk. Raises `PlanError` as `load_machine` does.
+    network and disk. Raises `PlanError` for invalid TOML, an unknown section or key, a bad unit, and a missing value of
+    `REQUIRED`.
     """
     try:
         document = tomllib.loads(text)
@@ -157,7 +159,9 @@ def parse_machine(text: str, origin: str) -> Machine:
 
 
 def _flat_values(document: Mapping[str, Any], origin: str) -> Iterator[tuple[str, object]]:
-    """Yield ("section.key", value) for every value of a TOML document. Raises `PlanError` for an unknown section."""
+    """Yield ("section.key", value) for every value of a machine file's TOML document. Raises `PlanError`, naming
+    ``origin``, for an unknown section.
+    """
     sections = sorted({key.partition(".")[0] for key in KEYS})
     for section, content in document.items():
         if section not in sections or not isinstance(content, dict):
@@ -170,9 +174,10 @@ def _flat_values(document: Mapping[str, Any], origin: str) -> Iterator[tuple[str
 
 
 def _parse_value(key: str, value: object, source: str, origin: str) -> Value:
-    """Return a value of a machine file, text or a table of value and source; ``source``: of values without one.
+    """Return the value that a machine file gives for ``key``: text or a number, or a table of value and source.
 
-    Raises `PlanError`, naming ``origin``, for an unknown key or a value that cannot be read.
+    ``source``: of a value without one. Raises `PlanError`, naming ``origin``, for an unknown key or a value that cannot
+    be read.
     """
     if key not in KEYS:
         raise PlanError(f"{origin}: no key {key!r}{nearest(key, KEYS)}; keys: {', '.join(KEYS)}")
@@ -188,8 +193,8 @@ def _parse_value(key: str, value: object, source: str, origin: str) -> Value:
 
 
 def measured_value(number: float, key: str, source: str) -> dict[str, object]:
-    """Return ``number``, measured in the unit of ``key``, as a value of a machine file: text with three digits, and its
-    source.
+    """Return ``number``, which was measured in the unit of ``key``, as a value of a machine file: a table of text, with
+    three digits, and ``source``.
     """
     unit = KEYS[key][0]
     text = {"count": f"{number:.0f}", "bytes": format_quantity(number, "B"), "bytes/s": format_quantity(number, "B/s")}

@@ -81,7 +81,7 @@ class SavedPlan:
 
     @property
     def written(self) -> int:
-        """Return the bytes that the rank writes: those of `files` that are not linked."""
+        """Bytes that the rank writes: those of `files` that are not linked."""
         return sum(row.nbytes for row in self.files if row.name not in self.linked)
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class LoadedPlan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LoadedPlan:
-        """Return the plan that `as_dict` converted."""
+        """Return the plan that the result of `as_dict` describes."""
         return cls(**{**data, "peaks": _peaks_from_dicts(data["peaks"])})
 
 
@@ -159,7 +159,7 @@ class RankPlan:
 
     @property
     def peak(self) -> Peak:
-        """Return the peak on the device, the first of `peaks`."""
+        """The peak on the device, the first of `peaks`."""
         return self.peaks[0]
 
     def needs(self) -> dict[str, int]:
@@ -179,11 +179,11 @@ class RankPlan:
         return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 
     def held_bytes(self, tier: str = "device") -> int:
-        """Return the bytes of all model states on a tier: "device", "host" or "nvme"."""
+        """Return the bytes of all model states that the rank holds on ``tier``: "device", "host" or "nvme"."""
         return sum(row.nbytes for row in self.held if row.tier == tier)
 
     def sent_bytes(self) -> int:
-        """Return the bytes that a step sends, without control messages."""
+        """Return the bytes that the rank sends in a step, without control messages."""
         return sum(row.sent_bytes for row in self.sent if row.phase != "control")
 
     def bytes_by_link(self) -> dict[str, int]:
@@ -258,7 +258,9 @@ class Plan:
 
 
 def _peak_bytes(peaks: tuple[Peak, ...], beside: int = 0) -> dict[str, int]:
-    """Return the bytes of peaks by tier; ``beside``: bytes of pageable host memory that they do not include."""
+    """Return the bytes of ``peaks`` by tier; ``beside``: bytes of pageable host memory to add, which they do not
+    include.
+    """
     found = {peak.tier: peak.nbytes for peak in peaks}
     found["pageable host"] = found.get("pageable host", 0) + beside
     return found
@@ -270,5 +272,5 @@ def _peaks_as_dicts(peaks: tuple[Peak, ...]) -> list[dict[str, Any]]:
 
 
 def _peaks_from_dicts(rows: list[dict[str, Any]]) -> tuple[Peak, ...]:
-    """Return the peaks that `_peaks_as_dicts` made plain."""
+    """Return the peaks that ``rows``, the result of `_peaks_as_dicts`, describe."""
     return tuple(Peak(**{**row, "owners": tuple(LiveRow(**owner) for owner in row["owners"])}) for row in rows)

@@ -80,8 +80,9 @@ def probe(*, disk: str | None = None, disk_size: str = "1 GiB") -> Machine:
 
 
 def _matrix_rates(device: torch.device) -> dict[str, float]:
-    """Return the FLOP/s of matrix products, by the machine's keys of the dtypes: of the fastest size. Sizes grow while
-    a product takes little of the time that a measurement has.
+    """Return the FLOP/s of matrix products on ``device``, by the machine's keys of the dtypes: of the fastest size.
+
+    Sizes grow until a product would take too large a share of the time that a measurement has.
     """
     import torch
 
@@ -101,7 +102,7 @@ def _matrix_rates(device: torch.device) -> dict[str, float]:
 
 
 def _attention_rates(device: torch.device) -> dict[str, float]:
-    """Return the FLOP/s of fused attention, by the machine's keys of the dtypes: of the fastest shape."""
+    """Return the FLOP/s of fused attention on ``device``, by the machine's keys of the dtypes: of the fastest shape."""
     import torch
 
     shapes = ATTENTION_SHAPES["cpu" if device.type == "cpu" else "other"]
@@ -123,11 +124,11 @@ def _attention_rate(shape: tuple[int, int, int, int], dtype: torch.dtype, device
     gradient = torch.ones(shape, dtype=dtype, device=device)
 
     def forward() -> torch.Tensor:
-        """Run attention and return its result."""
+        """Run attention over the three tensors and return its result."""
         return scaled_dot_product_attention(query, key, value, is_causal=causal)
 
     def both() -> None:
-        """Run forward and backward."""
+        """Run attention forward and backward."""
         torch.autograd.grad(forward(), (query, key, value), gradient)
 
     batch, heads, tokens, width = shape
@@ -136,7 +137,9 @@ def _attention_rate(shape: tuple[int, int, int, int], dtype: torch.dtype, device
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Return the bytes/s, read and written, of scaling a tensor in place: the limit of an optimizer's update."""
+    """Return the bytes/s, read and written, at which ``device`` scales a tensor in place: the limit of an optimizer's
+    update.
+    """
     import torch
 
     values = torch.ones(COPIED_BYTES // 4, device=device)
@@ -162,7 +165,7 @@ def _fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
     import torch
 
     def synchronize() -> None:
-        """Wait for the device's work; do nothing on the CPU."""
+        """Wait until ``device`` has done all queued work; do nothing on the CPU."""
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
@@ -196,8 +199,11 @@ def _disk_values(folder: Path, size: int) -> dict[str, float]:
 
 
 class _Drive:
-    """Measures a drive by ``file``, which ``engine`` (a `zero_nvme_aio.Engine`) has opened for reading and writing and
-    the caller closes, of at most ``blocks`` blocks of `BLOCK_BYTES`, until ``end``, a time of `time.perf_counter`.
+    """Measures the drive of a file.
+
+    ``engine``: a `zero_nvme_aio.Engine`. ``file``: opened by it for reading and writing; the caller closes it.
+    ``blocks``: the most blocks of `BLOCK_BYTES` in the file. ``end``: when to stop, a time of `time.perf_counter`. The
+    file is passed in windows of a few blocks each.
     """
 
     def __init__(self, engine: Any, file: Any, blocks: int, end: float) -> None:
@@ -207,8 +213,8 @@ class _Drive:
         self._windows = [range(at, min(at + BLOCKS_IN_TURN, blocks)) for at in range(0, blocks, BLOCKS_IN_TURN)]
 
     def rates(self) -> dict[str, float]:
-        """Return the bytes/s of reading, writing, and both at once, by the machine's keys: of each the fastest of up to
-        `REPETITIONS` passes over the file, or of as much of one pass as the time allowed.
+        """Return the bytes/s of reading, of writing, and of both at once, by the machine's keys: of each the fastest of
+        up to `REPETITIONS` passes over the file, or of as much of one pass as the time allowed.
         """
         self._write_file()
         best: dict[str, float] = {}
@@ -221,8 +227,8 @@ class _Drive:
         return best
 
     def _write_file(self) -> None:
-        """Write the file once before measuring, as drives allocate space on a first write; take a third of the time at
-        most: a slow drive gets a smaller file.
+        """Write the file once before measuring, as drives allocate space on a first write. After a third of the time
+        stop and make the file smaller, as the drive is slow.
         """
         end = self._end - 2 / 3 * DISK_SECONDS
         for number, window in enumerate(self._windows):
@@ -232,8 +238,9 @@ class _Drive:
                 return
 
     def _pass(self) -> tuple[dict[str, float], bool]:
-        """Return the rates of one pass over the file, in which each window of blocks is written, read, and half of it
-        written while the other half is read; and whether it came to the end of the file in time.
+        """Make one pass over the file, in which each window of blocks is written, read, and half of it written while
+        the other half is read. Return (rates in bytes/s by the machine's keys, whether it came to the end of the file
+        in time).
         """
         moved = dict.fromkeys(("disk.write", "disk.read", "disk.read_and_write"), 0)
         seconds = dict.fromkeys(moved, 0.0)
@@ -254,28 +261,30 @@ class _Drive:
         return {key: moved[key] / seconds[key] for key in moved}, True
 
     def _write(self, blocks: range) -> list[Any]:
-        """Start to write the blocks with these numbers; return the pending requests."""
+        """Start to write the blocks with the numbers ``blocks``; return the pending requests."""
         return [self._engine.write(self._file, self._data, n * BLOCK_BYTES) for n in blocks]
 
     def _read(self, blocks: range) -> list[Any]:
-        """Start to read the blocks with these numbers; return the pending requests."""
+        """Start to read the blocks with the numbers ``blocks``; return the pending requests."""
         return [self._engine.read(self._file, self._into, n * BLOCK_BYTES) for n in blocks]
 
     def _both(self, written: range, read: range) -> list[Any]:
-        """Start to write some blocks and to read others, by number; return the pending requests."""
+        """Start to write the blocks with the numbers ``written`` and to read those with the numbers ``read``; return
+        the pending requests.
+        """
         return [*self._write(written), *self._read(read)]
 
 
 def _wait_for_all(requests: list[Any]) -> None:
-    """Wait until all requests to a drive are done."""
+    """Wait until all ``requests`` to a drive, reads or writes, are done."""
     for request in requests:
         request.wait()
 
 
 @contextmanager
 def _scratch_file(folder: Path) -> Iterator[Path]:
-    """Yield the path of a file to create in a temporary folder below ``folder``, which is removed afterwards. Raises
-    `PlanError` if the system refuses anything in the block.
+    """Yield the path of a file for the block to create, in a temporary folder below ``folder`` that is removed
+    afterwards. Raises `PlanError` if the system refuses anything in the block.
     """
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix="zero-plan-probe-") as inside:
@@ -285,7 +294,7 @@ def _scratch_file(folder: Path) -> Iterator[Path]:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return a name of ``device`` for a person to read."""
+    """Return the name of ``device`` to show to the user, such as "CPU with 8 threads"."""
     import torch
 
     if device.type == "cpu":

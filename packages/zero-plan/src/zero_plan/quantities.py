@@ -20,8 +20,8 @@ EXAMPLES = {"bytes": "80 GB", "bytes/s": "3.35 TB/s", "FLOP/s": "989.4 TFLOP/s",
 def parse_quantity(text: object, unit: str, name: str) -> float:
     """Return the number that ``text`` gives, in ``unit``: "bytes", "bytes/s", "FLOP/s" or "count".
 
-    "GB" is 10**9 bytes, "GiB" 2**30, "Gb/s" 10**9 bits per second. Raises `PlanError`, naming ``name``, for a text that
-    cannot be read, has another unit, or is not above 0.
+    "GB" is 10**9 bytes, "GiB" 2**30, "Gb/s" 10**9 bits per second. Raises `PlanError`, which begins with ``name``, for
+    a text that cannot be read, has another unit, or is not above 0.
     """
     if unit == "count" and isinstance(text, int) and not isinstance(text, bool) and text >= 1:
         return text
@@ -57,12 +57,14 @@ def format_quantity(value: float, unit: str) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Return a number as text with three significant digits; integers if it is at least 100."""
+    """Return ``value`` as text with three significant digits; without decimals if it is at least 100."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
 def _in_base_unit(match: re.Match[str]) -> float | None:
-    """Return the matched number in base units, times its prefix and with bits as bytes; None if it is no number."""
+    """Return the number of a matched quantity times its prefix, with bits converted to bytes; None if the number cannot
+    be read.
+    """
     prefix = match["prefix"] or ""
     try:
         value = float(match["number"]) * (_BINARY[prefix] if prefix in _BINARY else _DECIMAL[prefix])
@@ -72,7 +74,7 @@ def _in_base_unit(match: re.Match[str]) -> float | None:
 
 
 def _unit_of(match: re.Match[str]) -> str:
-    """Return the unit of a matched quantity, as `parse_quantity` names it; empty if there is no such unit."""
+    """Return the unit of a matched quantity, as `parse_quantity` names it; "" if there is no such unit."""
     if match["unit"] == "FLOP":
         return "FLOP/s" if match["rate"] else ""
     if match["unit"] is None:
@@ -83,5 +85,5 @@ def _unit_of(match: re.Match[str]) -> str:
 
 
 def _describe_unit(unit: str) -> str:
-    """Return the words for a unit of `parse_quantity` in its errors."""
+    """Return the words that `parse_quantity`'s errors use for ``unit``."""
     return {"bytes": "bytes", "bytes/s": "a rate in bytes", "FLOP/s": "operations per second", "count": "a count"}[unit]

@@ -8,8 +8,8 @@ from .errors import PlanError, at_least_one
 
 
 def chosen_ranks(world_size: int, ranks: Iterable[int] | None) -> tuple[int, ...]:
-    """Return the ranks to plan for without duplicates, by default (``ranks`` None) the first, whose shards are as large
-    as any, and the last.
+    """Return the ranks to plan for: ``ranks`` without duplicates. None for the first rank, whose shards are as large as
+    any, and the last.
 
     Raises `PlanError` for no ranks, for a rank below 0 or not below ``world_size``, and for a ``world_size`` below 1.
     """

@@ -51,12 +51,12 @@ class ScriptRank:
     saved_by: int = 0
 
     def write(self, path: Path) -> None:
-        """Write it to the file ``path``, for the process that runs the script."""
+        """Write this object as JSON to the file ``path``, for the process that runs the script."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> ScriptRank:
-        """Return the rank that `write` wrote to the file ``path``."""
+        """Return the object that `write` wrote to the file ``path``."""
         values = json.loads(path.read_text(encoding="utf-8"))
         script = {**values["script"], "arguments": tuple(values["script"]["arguments"])}
         return cls(**{**values, "script": Script(**script)})

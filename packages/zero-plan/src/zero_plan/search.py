@@ -50,12 +50,12 @@ class EstimatedChoice:
 
     @property
     def seconds(self) -> float:
-        """Return the lower bound on the step's time, in seconds."""
+        """The lower bound on the step's time, in seconds."""
         return self.estimate.time.least
 
     def unfit_reason(self) -> str:
-        """Return the reason why the choice does not fit on the machine; empty if it fits. A tier of unknown capacity
-        does not fit.
+        """Return the reason why the choice does not fit on the machine; "" if it fits. A tier of unknown capacity does
+        not fit.
         """
         for row in self.estimate.fits:
             if row.capacity is None:
@@ -121,7 +121,7 @@ def search(
 
 
 def configuration(candidate: EstimatedChoice, *, dtype: str = "bf16", nvme_path: str | None = None) -> dict[str, Any]:
-    """Return a candidate as a configuration for `zero_core.initialize` and DeepSpeed.
+    """Return ``candidate``, a result of `search`, as a configuration for `zero_core.initialize` and DeepSpeed.
 
     ``dtype``: of the search. ``nvme_path``: the folder for offload to NVMe. The configuration has no learning rate, and
     does not turn on activation checkpointing, which is up to the model. Raises `PlanError` if a folder is needed and
@@ -155,10 +155,11 @@ def configuration(candidate: EstimatedChoice, *, dtype: str = "bf16", nvme_path:
 
 
 def _choices(samples: int, nodes: int) -> Iterator[Choice]:
-    """Yield all choices: micro-batches are the powers of two that divide ``samples``, those of one rank in a step; the
-    optimizer is offloaded only from stage 1, parameters and ZeRO++ vary only at stage 3.
+    """Yield all choices that the search tries.
 
-    ``nodes``: ZeRO++ is a choice only if there are several.
+    ``samples``: sequences of one rank in a step; micro-batches are the powers of two that divide it. ``nodes``: ZeRO++
+    is a choice only if there are several. The optimizer is offloaded only from stage 1; parameters and ZeRO++ vary only
+    at stage 3.
     """
     micro_batches = [2**power for power in range(samples.bit_length()) if samples % 2**power == 0]
     compressions = list(product((False, True), repeat=3)) if nodes > 1 else [(False, False, False)]
@@ -170,21 +171,23 @@ def _choices(samples: int, nodes: int) -> Iterator[Choice]:
 
 
 def _setup_fields(choice: Choice) -> dict[str, Any]:
-    """Return the fields of a choice that are fields of `Setup` too, by name."""
+    """Return, by name, those fields of ``choice`` that are fields of `Setup` too."""
     names = ("stage", "offload_optimizer", "offload_parameters", "hpz", "qwz", "qgz")
     return {name: getattr(choice, name) for name in names}
 
 
 def _plainness(choice: Choice) -> tuple[int, ...]:
-    """Return a sort key: choices with fewer changes to plain training come first."""
+    """Return a sort key by which choices that change less about plain training come first."""
     tiers = TIERS.index(choice.offload_optimizer) + TIERS.index(choice.offload_parameters)
     compressed = choice.hpz + choice.qwz + choice.qgz
     return tiers, compressed, CHECKPOINTING.index(choice.checkpointing), choice.stage, -choice.micro_batch
 
 
 def _rejected_neighbours(fitting: list[EstimatedChoice], found: dict[Choice, EstimatedChoice]) -> Iterator[Rejected]:
-    """Yield the neighbours of the fastest choice, those tried that differ in one field, each with the reason why it was
-    not chosen; none if nothing fits.
+    """Yield the neighbours of the fastest choice, those tried choices that differ in one field, each with the reason
+    why it was not chosen; nothing if no choice fits.
+
+    ``fitting``: the choices that fit, the fastest first. ``found``: all that were tried.
     """
     if not fitting:
         return

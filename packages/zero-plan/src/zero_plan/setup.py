@@ -121,22 +121,24 @@ class Setup:
         return self.world_size // self.per_node
 
     def shard(self, elements: int, ranks: int | None = None) -> int:
-        """Return the elements of one rank's shard of a unit with ``elements`` elements, padding included; ``ranks``:
-        number of ranks that share the unit, default all.
+        """Return the elements of one rank's shard of a unit with ``elements`` elements, padding included. ``ranks``:
+        the number of ranks that the unit is sharded over, None for all.
         """
         block = (self.world_size if ranks is None else ranks) * self.alignment
         return -(-elements // block) * self.alignment
 
     def owned(self, elements: int, rank: int) -> int:
-        """Return the elements of a unit with ``elements`` elements in ``rank``'s shard, of one per rank, without
-        padding.
+        """Return the elements of ``rank``'s shard, without padding, of a unit with ``elements`` elements that is
+        sharded over all ranks.
         """
         shard = self.shard(elements)
         return min(max(elements - rank * shard, 0), shard)
 
 
 def unit_sizes(units: int | tuple[int, ...] | list[int]) -> tuple[int, ...]:
-    """Return the elements of each unit; a single number is a model of one unit. Raises `PlanError` below 1."""
+    """Return the elements of each unit; a single number is a model of one unit. Raises `PlanError` for no units and for
+    one with fewer than 1 element.
+    """
     sizes = (units,) if isinstance(units, int) else tuple(units)
     if not sizes:
         raise PlanError("units: expected the elements of at least one unit, got none")

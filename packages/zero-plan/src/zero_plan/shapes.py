@@ -43,8 +43,8 @@ def load_shape(name: str, given: Mapping[str, Any] | None = None) -> Transformer
 
 
 def _shape_from_config(config: Any, name: str) -> Transformer:
-    """Return the shape that the content of a `config.json` describes; ``name``: of the file, for errors. Raises
-    `PlanError` for another kind of model than GPT-2, Llama and Mistral, or a missing key.
+    """Return the shape that ``config``, the content of a `config.json`, describes; ``name``: of the file, for errors.
+    Raises `PlanError` for another kind of model than GPT-2, Llama and Mistral, or a missing key.
     """
     kind = config.get("model_type") if isinstance(config, dict) else None
     try:

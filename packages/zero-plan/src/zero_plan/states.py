@@ -49,11 +49,11 @@ def model_states_per_rank(
 
 
 def largest_model(memory: float, *, stage: int, world_size: int) -> float:
-    """Return the parameters of the largest model whose states fit into ``memory`` bytes per rank (Rajbhandari et al.
-    2020, arXiv 1910.02054v3, table 2, left half).
+    """Return the number of parameters of the largest model whose states fit into ``memory`` bytes per rank (Rajbhandari
+    et al. 2020, arXiv 1910.02054v3, table 2, left half).
 
-    The inverse of `model_states_per_rank` for Adam in mixed precision, and raises as that does. With model parallelism
-    of degree M the model may be M times as large.
+    The inverse of `model_states_per_rank` for Adam in mixed precision, with the same errors. With model parallelism of
+    degree M the model may be M times as large.
     """
     return memory * 2**40 / model_states_per_rank(2**40, stage=stage, world_size=world_size)
 
@@ -89,7 +89,7 @@ def model_states(units: int | tuple[int, ...] | list[int], setup: Setup, rank: i
 
 
 def by_tier(rows: Iterable[StateRow]) -> dict[Tier, int]:
-    """Return the bytes of all rows together, by tier; tiers without rows are absent."""
+    """Return the sum of the bytes of ``rows`` by tier; tiers without rows are absent."""
     found: dict[Tier, int] = {}
     for row in rows:
         found[row.tier] = found.get(row.tier, 0) + row.nbytes
@@ -97,8 +97,8 @@ def by_tier(rows: Iterable[StateRow]) -> dict[Tier, int]:
 
 
 def published_table(total_params: int, world_sizes: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (stage, world size, bytes per rank) as table 1 of the ZeRO paper has them, stage 0 first. Raises as
-    `model_states_per_rank` does.
+    """Yield (stage, world size, bytes per rank) as table 1 of the ZeRO paper has them, stage 0 first. Raises the errors
+    of `model_states_per_rank`.
     """
     world_sizes = tuple(world_sizes)
     for stage in STAGES:

@@ -88,7 +88,7 @@ class LinkBytes(NamedTuple):
 
 
 def link_bytes(rows: Iterable[Collective], setup: Setup) -> LinkBytes:
-    """Return the bytes that collectives send over the links.
+    """Return the bytes that the collectives ``rows`` of a step send over the links.
 
     A rank sends volume · (n-1)/n in a group of n ranks, with a ring and with direct messages alike. The bytes that
     leave a node are a lower bound for any algorithm: with k nodes, (k-1)/k of the volume, since each node has to
@@ -150,7 +150,7 @@ def tier_bytes(
 
 
 def _quantized_nbytes(elements: int, bits: int, setup: Setup) -> int:
-    """Return the bytes of a quantized unit of ``elements``: ``bits`` bits per element and one float32 scale per
+    """Return the bytes of a quantized unit of ``elements`` elements: ``bits`` bits for each, and one float32 scale per
     block.
     """
     return -(-elements * bits // 8) + SCALE_BYTES * -(-elements // setup.codec_block)

@@ -55,17 +55,17 @@ class Transformer:
 
     @property
     def key_heads(self) -> int:
-        """The number of key heads, and of value heads."""
+        """The number of key heads, which is also the number of value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def kv(self) -> int:
-        """Elements of one token's keys, and of its values."""
+        """Elements of one token's keys in a block, which is also the number of its values' elements."""
         return self.hidden // self.heads * self.key_heads
 
     @property
     def width(self) -> int:
-        """Elements of one token inside the MLP: its hidden features."""
+        """Features of one token inside the MLP."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
@@ -149,5 +149,7 @@ def matrix_products(shape: Transformer) -> tuple[tuple[int, int], ...]:
 
 
 def _kept_matrix_elements(shape: Transformer) -> int:
-    """Return the weight elements of every second matrix product of a block, which "operators" does not recompute."""
+    """Return the weight elements of every second matrix product of a block, those that checkpointing "operators" does
+    not recompute.
+    """
     return sum(inputs * outputs for inputs, outputs in matrix_products(shape)[::2])

@@ -20,16 +20,20 @@ from .table_command import add_table_command
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
+    """A parser that suggests, for an unknown word, the known word that is spelt most like it. Named as the parsers of
+    other commands.
+    """
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and ``message``, with the nearest known word, and exit with status 2."""
+        """Print the usage and ``message``, with the most similar known word if the message is about an unknown one, and
+        exit with status 2.
+        """
         unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         super().error(message + nearest(unknown[1], re.findall(r"[\w.-]+", unknown[2])) if unknown else message)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
+    """Return the parser of the command line, with all commands."""
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-plan",
         description="Say what a training run needs, before it runs.",
@@ -49,10 +53,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0 done (also if the reader of the output is gone), 1 the run does not
-    fit, 2 wrong arguments, 3 whether it fits is unknown; what the parser itself refuses ends the program with status 2.
+    """Run the command that the arguments name, and return the exit status.
 
-    ``arguments``: the arguments after the program's name; by default those of this process.
+    The status is 0 if all is done (also if the reader of the output is gone), 1 if the run does not fit, 2 for wrong
+    arguments, 3 if it is unknown whether the run fits. Arguments that the parser itself refuses end the program with
+    status 2. ``arguments``: those after the program's name; by default those of this process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)

@@ -29,7 +29,9 @@ file does not give the capacity of a tier that is needed, so it is unknown.
 
 
 def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `estimate` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
+    """Add the command `estimate` to the parser of `zero-plan`: ``run(options)`` of its parsed options prints the
+    estimate and returns the exit status.
+    """
     parser = subparsers.add_parser(
         "estimate",
         help="one step: memory, traffic, operations, time bounds",
@@ -62,7 +64,9 @@ def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.Argumen
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    """Print the estimate; return the exit status (see `fit_status`). Raises `PlanError`."""
+    """Print the estimate that the options of `zero-plan estimate` ask for; return the exit status (see `fit_status`).
+    Raises `PlanError` for options that do not go together and for a machine that lacks a value.
+    """
     machine = load_machine(options.machine).with_values(parse_overrides(options.set), "--set")
     per_node = int(machine.need("node.devices"))
     ranks = options.world_size or per_node
@@ -96,8 +100,8 @@ def _estimate(options: argparse.Namespace) -> int:
 
 
 def _shape_from_options(options: argparse.Namespace) -> Transformer:
-    """Return the model of ``--shape``, with its numbers replaced by options such as ``--layers``, or of these alone.
-    Raises `PlanError` if they do not describe one.
+    """Return the shape that ``--shape`` names, with numbers replaced by options such as ``--layers``; without
+    ``--shape`` the one that these options describe. Raises `PlanError` if they do not describe one.
     """
     given: dict[str, Any] = {
         name: getattr(options, name)
@@ -113,7 +117,7 @@ def _shape_from_options(options: argparse.Namespace) -> Transformer:
 
 
 def _print_estimate(found: StepEstimate, machine: str) -> None:
-    """Print the tables of an estimate; ``machine``: the name to show."""
+    """Print the tables of the estimate ``found``; ``machine``: the machine's name to show."""
     setup = found.setup
     print(f"{found.params:,} parameters, stage {setup.stage}, {setup.world_size} ranks on {setup.nodes} × ({machine})")
     memory = tuple(
@@ -128,7 +132,9 @@ def _print_estimate(found: StepEstimate, machine: str) -> None:
 
 
 def _count_argument(text: str) -> int:
-    """Return the value of `parse_count`, with its error as one of argparse."""
+    """Return the count that an argument of the command line gives (`parse_count`). Raises argparse's error if it is
+    none.
+    """
     try:
         return parse_count(text)
     except PlanError as error:

@@ -25,7 +25,9 @@ nothing fits.
 
 
 def add_fit_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `fit` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
+    """Add the command `fit` to the parser of `zero-plan`: ``run(options)`` of its parsed options prints the search's
+    result and returns the exit status.
+    """
     parser = subparsers.add_parser(
         "fit",
         help="search for setups that fit on a machine",
@@ -47,8 +49,9 @@ def add_fit_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _fit(options: argparse.Namespace) -> int:
-    """Print the search's result and write the first setup to ``--write``; return the exit status, 1 if none fits.
-    Raises `PlanError`.
+    """Print the result of the search that the options of `zero-plan fit` ask for, and write the first setup to
+    ``--write``; return the exit status, 1 if no setup fits. Raises `PlanError` for wrong options and for a file that
+    cannot be written.
     """
     machine = load_machine(options.machine).with_values(parse_overrides(options.set), "--set")
     shape = load_shape(options.shape, {"sequence": options.sequence} if options.sequence else None)
@@ -68,8 +71,8 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _write_configuration(path: str, first: EstimatedChoice, dtype: str, nvme_path: str | None) -> None:
-    """Write the choice ``first`` as a configuration to the file ``path``. Raises `PlanError` if it cannot be written,
-    or is on NVMe and ``nvme_path`` is None.
+    """Write the choice ``first`` as a configuration to the file ``path``. Raises `PlanError` if the file cannot be
+    written, or if the choice needs NVMe and ``nvme_path`` is None.
     """
     text = json.dumps(configuration(first, dtype=dtype, nvme_path=nvme_path), indent=2)
     try:
@@ -79,7 +82,7 @@ def _write_configuration(path: str, first: EstimatedChoice, dtype: str, nvme_pat
 
 
 def _print_search(found: Search, count: int) -> None:
-    """Print the first ``count`` setups that fit, and why the neighbours of the first were rejected."""
+    """Print the first ``count`` setups of ``found`` that fit, and why the neighbours of the first were rejected."""
     print(f"{len(found.fitting):,} of {found.tried:,} setups fit")
     rows = [
         (str(c.choice), format_seconds(c.seconds), c.estimate.time.binding, ", ".join(_format_needs(c)))
@@ -92,7 +95,7 @@ def _print_search(found: Search, count: int) -> None:
 
 
 def _format_needs(candidate: EstimatedChoice) -> list[str]:
-    """Return "TIER NEEDED of CAPACITY" for each tier that the setup uses."""
+    """Return "TIER NEEDED of CAPACITY" for each tier that ``candidate`` uses."""
     return [
         f"{row.tier} {format_quantity(row.needed, 'B')} of {format_quantity(row.capacity or 0, 'B')}"
         for row in candidate.estimate.fits
@@ -100,7 +103,7 @@ def _format_needs(candidate: EstimatedChoice) -> list[str]:
 
 
 def _as_dict(found: Search, count: int) -> dict[str, object]:
-    """Return the first ``count`` setups that fit, and the rejected neighbours, as plain data for JSON."""
+    """Return the first ``count`` setups of ``found`` that fit, and the rejected neighbours, as plain data for JSON."""
     fitting = [
         {
             **asdict(c.choice),

@@ -27,7 +27,9 @@ left out; add it by hand or with --set.
 
 
 def add_machine_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `machine` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
+    """Add the command `machine` to the parser of `zero-plan`: ``run(options)`` of its parsed options prints a machine
+    and returns the exit status.
+    """
     parser = subparsers.add_parser(
         "machine",
         help="print a preset or a machine file",
@@ -43,7 +45,9 @@ def add_machine_command(subparsers: argparse._SubParsersAction[argparse.Argument
 
 
 def add_probe_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `probe` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
+    """Add the command `probe` to the parser of `zero-plan`: ``run(options)`` of its parsed options measures this
+    machine and returns the exit status.
+    """
     parser = subparsers.add_parser(
         "probe",
         help="measure this machine into a machine file",
@@ -58,7 +62,9 @@ def add_probe_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def add_set_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--set KEY=VALUE`, which replaces a value of the machine, to a parser; for `parse_overrides`."""
+    """Add to ``parser`` the option `--set KEY=VALUE`, which replaces a value of the machine; `parse_overrides` reads
+    it.
+    """
     parser.add_argument(
         "--set",
         action="append",
@@ -69,7 +75,9 @@ def add_set_option(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_overrides(words: list[str]) -> dict[str, object]:
-    """Return the values of `--set` by key, from its arguments KEY=VALUE. Raises `PlanError` for one without `=`."""
+    """Return, by key, the values that `--set` gives. ``words``: its arguments KEY=VALUE. Raises `PlanError` for one
+    without `=`.
+    """
     found: dict[str, object] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -80,7 +88,9 @@ def parse_overrides(words: list[str]) -> dict[str, object]:
 
 
 def _machine(options: argparse.Namespace) -> int:
-    """Print the machine that is named, or the presets if none is; return 0. Raises `PlanError`."""
+    """Print the machine that the options of `zero-plan machine` name, or the presets if they name none; return 0.
+    Raises `PlanError` for an unknown machine or value.
+    """
     if options.name is None:
         machines = {name: load_machine(name) for name in presets()}
         if options.json:
@@ -100,7 +110,9 @@ def _machine(options: argparse.Namespace) -> int:
 
 
 def _probe(options: argparse.Namespace) -> int:
-    """Measure this machine, and print or write the machine file; return 0. Raises `PlanError`."""
+    """Measure this machine, and print the machine file or write it to ``--out``; return 0. Raises `PlanError` if a
+    package or folder is missing or the file cannot be written.
+    """
     from ..probe import probe
 
     with progress("probe"):

@@ -11,7 +11,7 @@ from .printing import TextTable, format_seconds
 
 
 def fits_table(rows: Iterable[Fit]) -> TextTable:
-    """Return the table of the needed and available bytes of each tier, with a verdict on each."""
+    """Return the table of the needed and available bytes of each tier in ``rows``, with a verdict on each."""
     return TextTable("does it fit", ("tier", "needed", "there is", "verdict"), tuple(_fit_cells(row) for row in rows))
 
 
@@ -24,8 +24,8 @@ def fit_status(rows: Sequence[Fit]) -> int:
 
 
 def bounds_table(rows: Iterable[Bound], time: StepTime, title: str = "") -> TextTable:
-    """Return the table of the least time of each resource; its note names the resource that binds and the time that
-    overlap can hide. ``title``: text before the table's own.
+    """Return the table of the least time of each resource in ``rows``. Its note names the resource that binds and the
+    time that overlap can hide, from ``time``. ``title``: text before the table's own title.
     """
     cells = tuple(
         (
@@ -43,20 +43,22 @@ def bounds_table(rows: Iterable[Bound], time: StepTime, title: str = "") -> Text
 
 
 def _format_amount(row: Bound) -> str:
-    """Return the amount of a bound with its unit; empty for one in seconds, which are in the next column."""
+    """Return the amount of a bound as text with its unit; "" for an amount in seconds, which the next column has."""
     if row.key == "device":
         return ""
     return format_quantity(row.amount, "FLOP" if row.resource.startswith("matrix products") else "B")
 
 
 def wear_sentence(found: Wear) -> str:
-    """Return a sentence on the bytes that steps write to the drives of a node, and how many steps wear them out."""
+    """Return a sentence that says how many bytes steps write to the drives of a node, and how many steps wear these
+    out.
+    """
     steps = "disk.endurance is not given" if found.steps is None else f"worn after {found.steps:,.0f} steps"
     return f"{found.terabytes_per_1000_steps:,.3g} TB are written per 1,000 steps and node; {steps}."
 
 
 def _fit_cells(row: Fit) -> tuple[str, str, str, str]:
-    """Return the cells of one row of `fits_table`: tier, needed bytes, available bytes, verdict."""
+    """Return the cells of ``row`` in `fits_table`: tier, needed bytes, available bytes, verdict."""
     where = row.tier if row.tier == "device" else f"{row.tier} (of a node)"
     if row.capacity is None:
         return where, format_quantity(row.needed, "B"), "?", f"unknown: {CAPACITY[row.tier]} is not given"

@@ -22,7 +22,9 @@ _MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
 
 
 def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `model` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
+    """Add the command `model` to the parser of `zero-plan`: ``run(options)`` of its parsed options prints the plan and
+    returns the exit status.
+    """
     parser = subparsers.add_parser(
         "model",
         help="a dry run of the engine with a model of Transformers",
@@ -43,8 +45,8 @@ def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def _model(options: argparse.Namespace) -> int:
-    """Print the plan of a Transformers model; return the exit status of `print_plan`. Raises `PlanError`, also where
-    the engine refuses the configuration.
+    """Print the plan of the Transformers model that the options of `zero-plan model` describe; return the exit status
+    of `print_plan`. Raises `PlanError` for a run that cannot be planned, also if the engine refuses the configuration.
     """
     machine = machine_from_options(options)
     rows, length = options.batch
@@ -71,8 +73,10 @@ def _model(options: argparse.Namespace) -> int:
 
 
 def _read_configuration(path: str, rows: int, ranks_per_node: int | None) -> dict[str, Any]:
-    """Return a configuration with ``rows``, the samples of ``--batch``, in place of an "auto" micro-batch size, and
-    with ``ranks_per_node`` unless that is None. Raises `PlanError` if the file gives another micro-batch size.
+    """Return the configuration in the file ``path``, completed by options of the command line.
+
+    ``rows``: samples of ``--batch``, in place of an "auto" micro-batch size. ``ranks_per_node``: replaces the
+    configuration's unless None. Raises `PlanError` if the file cannot be read or gives another micro-batch size.
     """
     found = read_configuration(path)
     if found.get(_MICRO_BATCH_KEY, "auto") == "auto" and found.get("train_batch_size", "auto") == "auto":
@@ -87,7 +91,9 @@ def _read_configuration(path: str, rows: int, ranks_per_node: int | None) -> dic
 
 
 def _batch_argument(text: str) -> tuple[int, int | None]:
-    """Return samples and tokens of "NxM", or (N, None) of "N"; with an error of argparse for any other text."""
+    """Return (samples, tokens) of an argument "NxM", (samples, None) of "N". Raises argparse's error for any other
+    text.
+    """
     rows, times, length = text.partition("x")
     try:
         found = int(rows), int(length) if times else None

@@ -23,7 +23,7 @@ from .printing import TextTable, print_tables
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a plan to a parser: ranks, machine, record of a run, output as JSON or HTML."""
+    """Add to ``parser`` the options of a plan: ranks, machine, record of a run, output as JSON or HTML."""
     parser.add_argument("--world-size", required=True, type=int, metavar="N", help="ranks")
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="default: what the configuration says, else all"
@@ -47,8 +47,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_from_options(options: argparse.Namespace) -> Machine | None:
-    """Return the machine that ``--machine`` names, with the values of ``--set``; None without the option. Raises
-    `PlanError` as `load_machine` does, and for ``--set`` without a machine.
+    """Return the machine that ``--machine`` names, with the values of ``--set``; None without ``--machine``. Raises
+    `PlanError` for a machine that cannot be loaded, and for ``--set`` without a machine.
     """
     values = parse_overrides(options.set)
     if options.machine is None:
@@ -59,8 +59,8 @@ def machine_from_options(options: argparse.Namespace) -> Machine | None:
 
 
 def print_plan(found: Plan, machine: Machine | None, options: argparse.Namespace, title: str) -> int:
-    """Print the needs of each rank, and what the options of `add_plan_arguments` ask for; return the exit status (see
-    `fit_status`), 0 without ``machine``.
+    """Print the needs of each rank of the plan ``found``, and what the options of `add_plan_arguments` ask for. Return
+    the exit status (see `fit_status`), 0 without ``machine``.
 
     ``title``: of the page of ``--html``. Raises `PlanError` if the record cannot be compared or the page not written.
     """
@@ -78,7 +78,9 @@ def print_plan(found: Plan, machine: Machine | None, options: argparse.Namespace
 
 
 def write_page(path: str, title: str, tables: Sequence[TextTable]) -> None:
-    """Write tables as a page of zero-report to the file ``path``. Raises `PlanError` if that cannot be done."""
+    """Write ``tables`` as an HTML page of zero-report with the heading ``title`` to the file ``path``. Raises
+    `PlanError` if zero-report is missing or the file cannot be written.
+    """
     try:
         from zero_report import PageTable, table_page
     except ModuleNotFoundError as error:
@@ -91,15 +93,17 @@ def write_page(path: str, title: str, tables: Sequence[TextTable]) -> None:
 
 
 def _extras_as_dict(found: Plan, machine: Machine | None, compared: Sequence[ComparedRow]) -> dict[str, Any]:
-    """Return what ``--machine`` and ``--compare`` add, as plain data for JSON."""
+    """Return what ``--machine`` and ``--compare`` add to the JSON output, as plain data; without a machine or compared
+    rows their part is left out.
+    """
     extras = {} if machine is None else _verdict_as_dict(found, machine)
     rows = [{**row._asdict(), "error": row.error} for row in compared]
     return {**extras, "compared": rows} if rows else extras
 
 
 def _verdict_as_dict(found: Plan, machine: Machine) -> dict[str, Any]:
-    """Return whether the plan fits on a machine, the least times of each rank's step, and the wear of drives, as plain
-    data for JSON. Raises `PlanError` for a value that is needed and that the machine does not give.
+    """Return, as plain data for JSON, whether the plan fits on ``machine``, the least times of each rank's step, and
+    the wear of drives. Raises `PlanError` for a value that is needed and that the machine does not give.
     """
     times = []
     for rank in found.ranks:

@@ -17,8 +17,8 @@ from .printing import TextTable, format_seconds
 
 
 def plan_tables(found: Plan, machine: Machine | None) -> list[TextTable]:
-    """Return the tables of what each rank needs, and with ``machine`` also those of the least times and of what fits.
-    Raises `PlanError` if the machine does not give what is needed for that.
+    """Return the tables of what each rank of the plan ``found`` needs, and with ``machine`` also those of the least
+    times and of what fits. Raises `PlanError` if the machine lacks a value that is needed for these.
     """
     tables: list[TextTable] = []
     for rank in found.ranks:
@@ -35,8 +35,8 @@ def plan_tables(found: Plan, machine: Machine | None) -> list[TextTable]:
 
 
 def compared_table(rows: Iterable[ComparedRow], run: str) -> TextTable:
-    """Return the table of planned and measured numbers and of their errors; ``run``: the folder of the record, for the
-    title.
+    """Return the table of planned and measured numbers and their errors; ``run``: the folder of the record, which the
+    title names.
     """
     cells = tuple(
         (
@@ -55,12 +55,12 @@ def compared_table(rows: Iterable[ComparedRow], run: str) -> TextTable:
 
 
 def _format_planned(value: float, unit: str) -> str:
-    """Return ``value`` as text with its unit: bytes exactly, seconds with three digits."""
+    """Return ``value`` as text with ``unit``: bytes ("B") exactly, seconds ("s") with three digits."""
     return format_seconds(value) if unit == "s" else f"{value:,.0f} {unit}"
 
 
 def _rank_tables(rank: RankPlan, title: str) -> Iterator[TextTable]:
-    """Yield the tables of one rank; ``title``: text before the title of each table."""
+    """Yield the tables of one rank's needs; ``title``: text before the title of each table."""
     held: Counter[tuple[str, str]] = Counter()
     for row in rank.held:
         held[row.kind, row.tier] += row.nbytes
@@ -83,7 +83,7 @@ def _rank_tables(rank: RankPlan, title: str) -> Iterator[TextTable]:
 
 
 def _peak_tables(peaks: Iterable[Peak], title: str) -> Iterator[TextTable]:
-    """Yield for each peak a table of its largest owners; ``title``: text before the title of each table."""
+    """Yield for each peak of memory a table of its largest owners; ``title``: text before the title of each table."""
     for peak in peaks:
         yield TextTable(
             title + f"{format_quantity(peak.nbytes, 'B')} of {peak.tier} at the peak, {peak.phase}, {peak.place}",
@@ -93,7 +93,8 @@ def _peak_tables(peaks: Iterable[Peak], title: str) -> Iterator[TextTable]:
 
 
 def _save_tables(saved: SavedPlan, title: str) -> Iterator[TextTable]:
-    """Yield tables of the peaks and files of a checkpoint's save; ``title``: text before the title of each."""
+    """Yield the tables of saving a checkpoint: peaks of memory, files; ``title``: text before the title of each table.
+    """
     yield from _peak_tables(saved.peaks, title)
     rows = [
         (row.name, format_quantity(row.nbytes, "B"), "linked" if row.name in saved.linked else "written")
@@ -107,8 +108,8 @@ def _save_tables(saved: SavedPlan, title: str) -> Iterator[TextTable]:
 
 
 def _load_tables(loaded: LoadedPlan, title: str) -> Iterator[TextTable]:
-    """Yield tables of one rank's load of a checkpoint: the peaks of memory by tier, and the bytes read and written;
-    ``title``: text before the title of each.
+    """Yield the tables of one rank's load of a checkpoint: the peaks of memory by tier, and the bytes read and written;
+    ``title``: text before the title of each table.
     """
     yield from _peak_tables(loaded.peaks, title)
     rows = (
@@ -120,7 +121,9 @@ def _load_tables(loaded: LoadedPlan, title: str) -> Iterator[TextTable]:
 
 
 def _sent_rows(rank: RankPlan) -> tuple[tuple[str, str, str, str], ...]:
-    """Return per phase of a step the cells: phase, calls, sent bytes, bytes that leave the node."""
+    """Return the rows of the table of sent bytes, one per phase of a step: phase, calls, sent bytes, bytes that leave
+    the node.
+    """
     sums: dict[str, list[int]] = {}
     for row in rank.sent:
         phase = sums.setdefault(row.phase, [0, 0, 0])

@@ -18,7 +18,7 @@ class TextTable(NamedTuple):
 
 
 def print_tables(tables: Iterable[TextTable]) -> None:
-    """Print tables and the sentences below them."""
+    """Print each table, and below it its note if it has one."""
     for table in tables:
         print_table(table.title, table.columns, table.rows)
         if table.note:
@@ -26,7 +26,9 @@ def print_tables(tables: Iterable[TextTable]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; columns of numbers are aligned right, except the first. Only a terminal's width wraps lines."""
+    """Print a table of ``rows`` of cells below ``title``. Columns of numbers are aligned right, except the first. Only
+    on a terminal are lines wrapped to its width.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -46,8 +48,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 @contextmanager
 def progress(title: str) -> Iterator[None]:
-    """Show a moving bar on standard error, with ``title`` and the time so far, while the `with` statement runs; nothing
-    where standard error is no terminal.
+    """Show a moving bar on standard error, with ``title`` and the time so far, while the block runs; show nothing if
+    standard error is no terminal.
     """
     if not sys.stderr.isatty():
         yield
@@ -62,7 +64,7 @@ def progress(title: str) -> Iterator[None]:
 
 
 def format_seconds(value: float) -> str:
-    """Return a number of seconds as text with three digits in s, ms or µs: "12.3 ms"."""
+    """Return ``value``, in seconds, as text with three digits in s, ms or µs: "12.3 ms"."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if value * factor >= 1 or unit == "µs":
             return f"{value * factor:,.3g} {unit}" if value * factor < 1000 else f"{value * factor:,.0f} {unit}"

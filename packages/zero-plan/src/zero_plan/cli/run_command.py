@@ -22,8 +22,8 @@ it gets 1; these lines are printed. Arguments after -- are the script's.
 
 
 def add_run_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `run` to a parser; the parsed namespace's `run(namespace)` returns the exit status. The caller
-    sets ``script_arguments``, the arguments after ``--``.
+    """Add the command `run` to the parser of `zero-plan`: ``run(options)`` of its parsed options prints the plan of a
+    script and returns the exit status. The caller sets ``options.script_arguments``, the arguments after ``--``.
     """
     parser = subparsers.add_parser(
         "run",
@@ -42,8 +42,9 @@ def add_run_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Print the plan of a script; return the exit status of `print_plan`. Lines that got guessed
-    values are printed to standard error. Raises `PlanError`.
+    """Print the plan of the script that the options of `zero-plan run` name; return the exit status of `print_plan`.
+    Lines of code that got guessed values are printed to standard error. Raises `PlanError` for a script that cannot be
+    planned and for wrong options.
     """
     config = None if options.config is None else read_configuration(options.config)
     machine = machine_from_options(options)

@@ -36,9 +36,9 @@ Counts may be written as 2783959040, 2.78B, 7.5e9 or 65M.
 
 
 def add_table_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the command `table` to a parser and return its subparser.
+    """Add the command `table` to the parser of `zero-plan` and return the command's own parser.
 
-    The parsed namespace's `run(namespace)` prints to standard output and returns the exit status. Wrong arguments end
+    ``run(options)`` of its parsed options prints to standard output and returns the exit status. Wrong arguments end
     the program with status 2, as argparse does.
     """
     parser = subparsers.add_parser(
@@ -80,7 +80,9 @@ def add_table_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def _run_table(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Print the tables and return the exit status; a `PlanError` ends the program with ``parser``'s error."""
+    """Print the tables that the options ``arguments`` ask for and return 0; a `PlanError` ends the program with
+    ``parser``'s error.
+    """
     try:
         total, largest = _parameter_counts(arguments)
         if arguments.world_sizes:
@@ -93,8 +95,8 @@ def _run_table(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 
 
 def _parameter_counts(arguments: argparse.Namespace) -> tuple[int, int | None]:
-    """Return the parameters of the model, and of its largest layer (None if that is not known). Raises `PlanError` for
-    a model that cannot be built or counted.
+    """Return the parameters of the model that the options name, and of its largest layer (None if that is not known).
+    Raises `PlanError` for a model that cannot be built or counted.
     """
     if arguments.model is None:
         return arguments.params, arguments.largest_layer
@@ -106,8 +108,11 @@ def _parameter_counts(arguments: argparse.Namespace) -> tuple[int, int | None]:
 
 
 def _table_estimates(total: int, largest: int | None, arguments: argparse.Namespace) -> list[Estimate]:
-    """Return the estimates of the stages asked for; by default all, without stage 3 if ``largest`` is None. Raises
-    `PlanError` if stage 3 is asked for then.
+    """Return the estimates of the stages that the options ask for; by default of all stages, without stage 3 if
+    ``largest`` is None.
+
+    ``total``, ``largest``: parameters of the model, and of its largest layer. Raises `PlanError` if stage 3 is asked
+    for and ``largest`` is None.
     """
     stages = sorted(set(arguments.stage or (stage for stage in _STAGES if stage < 3 or largest is not None)))
     setup: dict[str, Any] = {
@@ -135,7 +140,9 @@ def _print_estimates(estimates: Sequence[Estimate], *, as_json: bool) -> None:
 
 
 def _print_model_states(total: int, world_sizes: Sequence[int], *, as_json: bool) -> None:
-    """Print the table of published model state bytes, with a row per stage and a column per world size, or as JSON."""
+    """Print the table of the model states' bytes by the published formula, with a row per stage and a column per world
+    size, or one JSON object. ``total``: parameters of the model.
+    """
     sizes = {(stage, ranks): nbytes for stage, ranks, nbytes in published_table(total, world_sizes)}
     if as_json:
         rows = [{"stage": stage, "world_size": ranks, "bytes": size} for (stage, ranks), size in sizes.items()]
@@ -184,7 +191,9 @@ def _build_model(path: str) -> nn.Module:
 
 
 def _count_argument(text: str) -> int:
-    """Return the value of `parse_count`, with its error as one of argparse."""
+    """Return the count that an argument of the command line gives (`parse_count`). Raises argparse's error if it is
+    none.
+    """
     try:
         return parse_count(text)
     except PlanError as error:
@@ -192,12 +201,14 @@ def _count_argument(text: str) -> int:
 
 
 def _positive_argument(text: str) -> int:
-    """Return ``text`` as an integer >= 1, with an error of argparse for anything else."""
+    """Return the integer >= 1 that an argument of the command line gives. Raises argparse's error for anything else."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)
 
 
 def _positives_argument(text: str) -> list[int]:
-    """Return the integers >= 1 of a list such as "1,4,16", with an error of argparse for anything else."""
+    """Return the integers >= 1 of an argument of the command line such as "1,4,16". Raises argparse's error for
+    anything else.
+    """
     return [_positive_argument(part.strip()) for part in text.split(",")]

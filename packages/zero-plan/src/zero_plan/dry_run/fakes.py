@@ -53,12 +53,12 @@ class ValueSource(Protocol):
     def value_for(self, func: Any, args: Any, place: str) -> bool | float | None:
         """Return the value that the operation ``func`` reads from ``args``; None makes the read an error.
 
-        ``place``: file and line of the code that reads. Called for each such read.
+        ``place``: file and line of the code that reads, as text. Called for each read that `ANSWERS` does not answer.
         """
 
     def runs_for_real(self, func: Any) -> bool:
-        """Return whether ``func``, an operation of torch about to run, gets real tensors and gives a real result.
-        Called before every operation.
+        """Return whether ``func``, an operation of torch that is about to run, is run on real memory and gives a real
+        tensor. Called before every operation.
         """
 
 
@@ -66,10 +66,10 @@ class NoValues:
     """A `ValueSource` without values: every read is an error."""
 
     def value_for(self, func: Any, args: Any, place: str) -> None:
-        """Return None, as there is no value: the caller refuses the read."""
+        """Return None, which makes the read an error."""
 
     def runs_for_real(self, func: Any) -> bool:
-        """Return False."""
+        """Return False, as every operation runs on shapes alone."""
         return False
 
 
@@ -94,14 +94,17 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing here is compiled, and torch's wrapper against that would cost as much as an
-        operation.
+        """Return False, to torch's question whether to wrap dispatch against compilation: nothing is compiled here, and
+        the wrapper would cost as much as an operation.
         """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation on shapes alone; track its results and count its FLOPs. Operations that torch runs to work
-        out another one are not tracked. Raises `PlanError` as the class says.
+        """Run one operation on shapes alone and return its results; track their storages and count the operation's
+        FLOPs.
+
+        Operations that torch runs to work out another one are neither tracked nor counted. Raises `PlanError` for a
+        read of values without an answer, and for a tensor on another device.
         """
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
@@ -135,8 +138,8 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return the results of an operation, by the shortest way that knows it. Raises `DataDependentOutputException`
-        for one that reads the value of a tensor without values.
+        """Return the results of an operation, by a shortcut that knows it or by torch's fake mode. Raises
+        `DataDependentOutputException` for one that reads the value of a tensor without values.
         """
         if func is _READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
             raise DataDependentOutputException(func)
@@ -154,9 +157,9 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _value_for_read(self, func: Any, args: Any, error: Exception) -> Any:
-        """Return the value that ``func`` would read from ``args``, which have none: from `ANSWERS` for one of the
-        innermost functions on the stack, up to the first outside torch, else from ``values``. Raises `PlanError` from
-        ``error`` if there is none.
+        """Return the value that ``func`` is to read from ``args``, which have none: from `ANSWERS` if the innermost
+        functions on the stack, up to the first outside torch, include a listed one; else from ``values``. Raises
+        `PlanError` from ``error``, that of the read, if there is no value.
         """
         frame = frame_outside_dry_run()
         while frame is not None:
@@ -194,17 +197,17 @@ def frame_outside_torch() -> FrameType | None:
 
 
 def file_and_line(frame: FrameType | None) -> str:
-    """Return file and line of a frame as text; for None, that the place is not known."""
+    """Return the file and line of ``frame`` as text; for None a text that says that the place is not known."""
     return "its place is not known" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
 
 
 def _is_in_torch(frame: FrameType) -> bool:
-    """Return whether a frame runs code of torch or of the dry run, or code without a file."""
+    """Return whether ``frame`` runs code of torch, of the dry run, or code without a file."""
     return frame.f_code.co_filename.startswith((_TORCH, _DRY_RUN, "<"))
 
 
 def _is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors share their storage and have the same offset, shape and strides, as
+    """Return whether two fake tensors share their storage and have the same offset, shape and strides, as
     `torch.Tensor.is_set_to` does, which has no implementation for fake tensors.
     """
     return (
@@ -216,8 +219,9 @@ def _is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copies_in_place(out: torch.Tensor, given: torch.Tensor, *_: object) -> bool:
-    """Return whether the operation ``copy_`` from ``given`` to ``out`` changes no shape and no memory and is valid, so
-    that it can be left out: both are fake tensors of one shape and device, and ``out`` is contiguous.
+    """Return whether ``out.copy_(given)`` can be left out in a dry run, as it is valid and changes no shape and no
+    memory: both are fake tensors of one shape and device, and ``out`` is contiguous. Further arguments of the operation
+    are ignored.
     """
     if not isinstance(out, FakeTensor) or not isinstance(given, FakeTensor):
         return False
@@ -231,8 +235,8 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return an empty tensor of the shape and dtype of ``torch._grouped_mm`` with these arguments. torch's own rule for
-    shapes knows bfloat16 only, though the operation takes other dtypes.
+    """Return an empty tensor of the shape and dtype of the result of ``torch._grouped_mm`` with these arguments.
+    torch's own rule for shapes knows bfloat16 only, though the operation takes other dtypes.
     """
     shape = [one.size(-2), other.size(-1)]
     if one.dim() == other.dim():
@@ -241,14 +245,16 @@ def _grouped_product(
 
 
 def _without_device_index(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs`` with the device "cpu" in place of "cpu:0", which fake tensors take for another device."""
+    """Return the keyword arguments of an operation with the device "cpu" in place of "cpu:0", which fake tensors take
+    for another device.
+    """
     device = kwargs.get("device")
     named = isinstance(device, torch.device) and device.type == "cpu" and device.index is not None
     return {**kwargs, "device": torch.device("cpu")} if named else kwargs
 
 
 def _refuse_other_device(tensor: torch.Tensor) -> None:
-    """Raise `PlanError` for a tensor that is neither on the CPU nor on the meta device."""
+    """Raise `PlanError` if ``tensor`` is neither on the CPU nor on the meta device."""
     if tensor.device.type not in _ALLOWED_DEVICES:
         raise PlanError(
             f"a dry run computes on the CPU, and this asks for {tensor.device}: take the device from engine.device, "
@@ -257,5 +263,5 @@ def _refuse_other_device(tensor: torch.Tensor) -> None:
 
 
 def _with_zeros(values: Any) -> Any:
-    """Return the arguments of an operation with zeros in place of fake tensors."""
+    """Return ``values``, arguments of an operation, with real zeros in place of fake tensors."""
     return tree_map(lambda v: torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, FakeTensor) else v, values)

@@ -16,8 +16,8 @@ _aten = torch.ops.aten
 
 
 class Guesses:
-    """A `ValueSource` that answers 1 for a number and False for a bool while no module runs, and records which lines of
-    code read values.
+    """A `ValueSource` for a script: while no module runs, it answers 1 for a number and False for a bool, and records
+    which lines of code read values.
 
     ``computing``: returns whether a module is running. `torch.randperm` runs for real, so that samples have an order.
 
@@ -30,8 +30,8 @@ class Guesses:
         self.lines: dict[str, None] = {}
 
     def value_for(self, func: Any, args: Any, place: str) -> bool | float | None:
-        """Return a guess for the number or bool that ``func`` reads (True for `torch.equal`), and add ``place`` to the
-        lines. None, which makes the read an error, while a module runs and for other operations.
+        """Return a guess for the number or bool that ``func`` reads (True for `torch.equal`), and add ``place`` to
+        `lines`. Return None, which makes the read an error, while a module runs and for other operations.
         """
         if self._computing():
             return None
@@ -47,11 +47,13 @@ class Guesses:
         return 1.0 if dtype.is_floating_point or dtype.is_complex else 1
 
     def runs_for_real(self, func: Any) -> bool:
-        """Return whether an operation is `torch.randperm`, called while no module runs."""
+        """Return whether ``func`` is `torch.randperm` and no module runs."""
         return func in (_aten.randperm.default, _aten.randperm.generator) and not self._computing()
 
     def ones_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a real tensor of ones with the shape and dtype of ``tensor``; add the calling line to the lines."""
+        """Return a real tensor of ones with the shape and dtype of ``tensor``; add the line of the calling code to
+        `lines`.
+        """
         self.lines[file_and_line(frame_outside_torch())] = None
         return torch.ones(tensor.shape, dtype=tensor.dtype)
 
@@ -66,7 +68,9 @@ class ScriptReads(TorchFunctionMode):
         self._guesses = guesses
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function of torch; formatting and conversion of fake tensors use guessed values."""
+        """Call ``func``, a function of torch; where it formats a fake scalar or converts a fake tensor to a list or
+        array, give guessed values.
+        """
         tensor = args[0] if args else None
         if isinstance(tensor, FakeTensor):
             if func is torch.Tensor.__format__ and tensor.dim() == 0:

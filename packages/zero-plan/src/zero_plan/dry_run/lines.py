@@ -40,8 +40,8 @@ _HINTS = (
 
 @contextmanager
 def naming_the_line(part: str) -> Iterator[None]:
-    """Inside the block, raise `PlanError` for every error, with the innermost line of the user's code, or with ``part``
-    if it was not raised there.
+    """Raise `PlanError` for every error in the block. Its text names the innermost line of the user's code, or ``part``
+    if the error was not raised there.
     """
     try:
         yield
@@ -50,8 +50,8 @@ def naming_the_line(part: str) -> Iterator[None]:
 
 
 def describe_error(error: BaseException, otherwise: str) -> str:
-    """Return an error's type and text, preceded by the innermost line of the user's code in its traceback (or by
-    ``otherwise`` without such a line), which the text then leaves out, and followed by advice if there is some.
+    """Return a text about ``error``: the innermost line of the user's code in its traceback (``otherwise`` if there is
+    none), its type and text, and advice for known errors of torch. For a `PlanError` type and advice are left out.
     """
     kind = "" if isinstance(error, PlanError) else f"{type(error).__name__}: "
     place = user_line(error.__traceback__) or otherwise
@@ -61,8 +61,10 @@ def describe_error(error: BaseException, otherwise: str) -> str:
 
 
 def user_line(passed: TracebackType | None) -> str | None:
-    """Return file and line of a traceback's innermost frame in the user's code: neither in an installed package nor in
-    one of this project's; None if there is none.
+    """Return file and line of the innermost frame of a traceback that is in the user's code: neither in an installed
+    package nor in one of this project's. None if there is none.
+
+    ``passed``: the traceback; None gives None.
     """
     found = None
     while passed is not None:

@@ -1,4 +1,7 @@
-"""The engine's own load, of a checkpoint whose savers run dry too."""
+"""The dry run of loading a checkpoint: the engine's own load, of a checkpoint whose savers run dry too.
+
+A part is what one rank saves of a checkpoint (`SavedPart`).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,10 @@ from .recorder import DryRunRecorder
 def plan_ranks(
     run: DryRun, ranks: Iterable[int], world_size: int, *, checkpoint: bool, saved_by: int
 ) -> list[RankPlan]:
-    """Return the plan of each of ``ranks``, in their order. ``checkpoint``: plan a save too, and a load of a checkpoint
-    that ``saved_by`` ranks saved. Raises `PlanError`.
+    """Return the plan of each of ``ranks``, in their order.
+
+    ``checkpoint``: plan a save too, and a load of a checkpoint that ``saved_by`` ranks saved. Raises `PlanError` for a
+    run that cannot be planned.
     """
     found = {rank: plan_rank(run, rank, world_size, checkpoint=checkpoint) for rank in ranks}
     if not checkpoint:
@@ -40,7 +45,7 @@ def plan_ranks(
 
 
 def _saved_part(run: DryRun, rank: int, world_size: int) -> SavedPart:
-    """Return what rank ``rank`` of ``world_size`` saves after a step. Raises `PlanError` as `plan_rank` does."""
+    """Return what rank ``rank`` of ``world_size`` saves after one step of ``run``. Raises the errors of `plan_rank`."""
     _, part = plan_rank(run, rank, world_size, steps=1, checkpoint=True)
     if part is None:
         raise PlanError(f"rank {rank} of {world_size} saved no checkpoint")
@@ -48,8 +53,10 @@ def _saved_part(run: DryRun, rank: int, world_size: int) -> SavedPart:
 
 
 class SavedRun:
-    """The checkpoint of a run of ``world_size`` ranks. ``parts``: what the ranks that have saved already saved, by
-    rank; ``save``: returns what another rank saves, called for those that write what a load reads.
+    """The checkpoint that a run of ``world_size`` ranks saves, of which only the needed parts are made.
+
+    ``parts``: the parts that are known already, by rank. ``save``: returns the part of another rank, by running its
+    save; called for those ranks that write slices which a load reads.
     """
 
     def __init__(self, world_size: int, parts: dict[int, SavedPart], save: Callable[[int], SavedPart]) -> None:
@@ -58,8 +65,8 @@ class SavedRun:
         self._parts = dict(parts)
 
     def manifest(self, loader: SavedPart) -> Manifest:
-        """Return a manifest of the checkpoint with all slices that a rank reads, and the names of all parameters;
-        ``loader``: the rank's own part of a save.
+        """Return a manifest of the checkpoint with all slices that the rank of ``loader`` reads, and the names of all
+        parameters. ``loader``: the part that this rank itself would save.
         """
         first = self._part(0)
         merged = merge_manifests([self._part(rank).manifest for rank in sorted(writers(first, loader))])
@@ -69,19 +76,19 @@ class SavedRun:
         return replace(merged, tensors=(*merged.tensors, *unread))
 
     def _part(self, rank: int) -> SavedPart:
-        """Return what a rank saves; the first call for it runs its save."""
+        """Return the part of ``rank``; the first call for a rank that is not known runs its save."""
         if rank not in self._parts:
             self._parts[rank] = self._save(rank)
         return self._parts[rank]
 
 
 def writers(saved: SavedPart, loader: SavedPart) -> set[int]:
-    """Return the ranks that write what a rank loads; ``saved``: the part of any rank of the save; ``loader``: the part
-    that the loading rank itself would save.
+    """Return the ranks of a save that write what one rank loads.
 
-    They are rank 0, which writes what is replicated; those that have elements which the loader holds; those that have
-    the first elements of the same parameters, and so write their states that are not per element; and, if there are as
-    many shards, the rank of the same shard, which has state of its own.
+    ``saved``: the part of any rank of the save. ``loader``: the part that the loading rank itself would save. They are
+    rank 0, which writes what is replicated; those that have elements which the loader holds; those that have the first
+    elements of the same parameters, and so write their states that are not per element; and, if there are as many
+    shards, the rank of the same shard, which has state of its own.
     """
     wanted: dict[str, list[Fragment]] = {}
     for unit in loader.layout.units:
@@ -99,14 +106,15 @@ def writers(saved: SavedPart, loader: SavedPart) -> set[int]:
 
 
 def _overlap(one: Fragment, other: Fragment) -> bool:
-    """Return whether two fragments of a parameter share elements."""
+    """Return whether two fragments, which belong to the same parameter, share elements."""
     end = min(one.param_offset + one.length, other.param_offset + other.length)
     return max(one.param_offset, other.param_offset) < end
 
 
 def plan_load(engine: Engine, recorder: DryRunRecorder, folder: Path, manifest: Manifest, saved_by: int) -> LoadedPlan:
-    """Load the checkpoint of ``saved_by`` ranks that ``manifest`` describes into a new engine, which ``recorder``
-    follows; return what that needs. ``folder``: any folder.
+    """Load a checkpoint into ``engine``, a new one that ``recorder`` follows; return what the load needs.
+
+    ``folder``: any folder, in which nothing is read. ``manifest``: of the checkpoint, which ``saved_by`` ranks saved.
     """
     recorder.watch.reset_peaks("load")
     _, before = recorder.ends.bytes_moved()

@@ -63,8 +63,8 @@ class LiveMemory:
 
     @contextmanager
     def assigning(self, tier: str, rows: tuple[LiveRow, ...]) -> Iterator[None]:
-        """Inside the context, assign newly tracked storages to ``tier`` and to the owners in ``rows``. Contexts do not
-        nest.
+        """Inside the block, assign storages that `track` sees for the first time to ``tier`` and to the owners in
+        ``rows``. Such blocks do not nest.
         """
         self._assigned = tier, rows
         try:
@@ -73,8 +73,8 @@ class LiveMemory:
             self._assigned = None
 
     def track(self, tensor: torch.Tensor) -> None:
-        """Track a tensor's storage from now until it is freed, without keeping it alive, or update the size of one that
-        is tracked already; a new highest total of its tier becomes the peak.
+        """Track the storage of ``tensor`` until it is freed, without keeping it alive; if it is tracked already, update
+        its size. A new highest total of its tier becomes the peak.
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -90,33 +90,34 @@ class LiveMemory:
             self._update(held, nbytes)
 
     def expect_resizing(self, tensor: torch.Tensor) -> None:
-        """Have the size of a tensor's storage, which must be tracked, read again before each peak: something resizes it
-        out of the sight of operations.
+        """Read the size of the storage of ``tensor``, which must be tracked, again before each peak from now on, as
+        something resizes it without an operation.
         """
         key = tensor.untyped_storage()._cdata
         self._resizing[key] = self.held[key]
 
     def reassign(self, held: LiveStorage, tier: str, rows: tuple[LiveRow, ...]) -> None:
-        """Assign a storage to another tier and to the owners in ``rows``. ``peak`` does not change."""
+        """Assign the tracked storage ``held`` to another tier and to the owners in ``rows``. `peak` does not change."""
         nbytes = held.nbytes
         self._change(held, 0)
         held.tier, held.rows = tier, rows
         self._change(held, nbytes)
 
     def refresh_sizes(self) -> None:
-        """Re-read the size of every live storage and correct ``now``, for storages that were resized without a use of a
-        tensor over them. ``peak`` does not change.
+        """Read the size of every live storage again and correct `now`, for storages that were resized without a use of
+        a tensor over them. `peak` does not change.
         """
         self._refresh(self.held.values())
 
     def reset_peaks(self) -> None:
-        """Forget the peaks: each tier's current total is its first new one."""
+        """Forget the peaks: the present total of each tier becomes its peak."""
         self.peak = dict(self.now)
         self.peak_places = dict.fromkeys(self.now, self._where())
         self._changed = {tier: {} for tier in self.now}
 
     def storages_at_peak(self, tier: str) -> list[tuple[LiveStorage, int]]:
-        """Return the storages that made up the peak of a tier, and their sizes then; their owners are those known now.
+        """Return (storage, its bytes then) for the storages that made up the peak of ``tier``; their owners are those
+        known now.
 
         Call `refresh_sizes` first.
         """
@@ -125,7 +126,7 @@ class LiveMemory:
         return [(held, nbytes) for held, nbytes in found.values() if nbytes]
 
     def _tier(self, tensor: torch.Tensor) -> str:
-        """Return the tier of a tensor's memory, as a key of ``now``."""
+        """Return the tier of the memory of ``tensor``, as a key of `now`."""
         if tensor.device.type == self._kind:
             return "device"
         if tensor.device.type != "cpu":
@@ -133,8 +134,8 @@ class LiveMemory:
         return "pinned host" if tensor.is_pinned() else "pageable host"
 
     def _update(self, held: LiveStorage, nbytes: int) -> None:
-        """Set a storage's size to ``nbytes``. If its tier's total is a new peak, record it and its place, and forget
-        which storages changed since the peak before.
+        """Set the size of ``held`` to ``nbytes``. If its tier's total is a new peak then, record the peak and its
+        place, and forget which storages have changed since the peak before.
         """
         tier = held.tier
         self._change(held, nbytes)
@@ -146,21 +147,25 @@ class LiveMemory:
                 self._changed[tier] = {}
 
     def _refresh(self, storages: Iterable[LiveStorage]) -> None:
-        """Re-read the sizes of ``storages`` and correct ``now``."""
+        """Read the sizes of ``storages`` again and correct `now`."""
         for held in list(storages):
             storage = held.reference()
             if storage is not None and storage.nbytes() != held.nbytes:
                 self._change(held, storage.nbytes())
 
     def _change(self, held: LiveStorage, nbytes: int) -> None:
-        """Set a storage's size and its tier's total; remember the size that it had at the tier's peak."""
+        """Set the size of ``held`` to ``nbytes`` and correct its tier's total; at the first change since the tier's
+        peak remember the size that it had then.
+        """
         tier = held.tier
         self._changed.setdefault(tier, {}).setdefault(id(held), (held, held.nbytes))
         self.now[tier] = self.now.get(tier, 0) + nbytes - held.nbytes
         held.nbytes = nbytes
 
     def _drop_freed(self, key: int, _: object) -> None:
-        """Stop tracking a freed storage, unless a new storage has its identity; called by its weak reference."""
+        """Stop tracking a storage that was freed, unless a new storage has its identity ``key``. Called by its weak
+        reference.
+        """
         held = self.held.get(key)
         if held is not None and held.reference() is None:
             self._change(held, 0)

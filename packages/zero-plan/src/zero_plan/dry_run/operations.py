@@ -23,9 +23,12 @@ the arguments."""
 
 
 def _grouped_product_flops(one: torch.Tensor, other: torch.Tensor, *_more: Any, **_named: Any) -> int:
-    """Return the FLOPs of ``torch._grouped_mm(one, other, …)``: of a product of matrices, each with its group of rows,
-    columns or contracted elements, in which every element of ``one`` (of ``other``, where the columns are grouped) is
-    multiplied as often as the product has columns (rows)."""
+    """Return the FLOPs of ``torch._grouped_mm(one, other, …)``, a product of matrices of which each group of rows,
+    columns or contracted elements has its own.
+
+    Every element of ``one`` (of ``other``, if the columns are grouped) is multiplied as often as the product has
+    columns (rows). Other arguments are ignored.
+    """
     if other.dim() == 2 and one.dim() == 3:
         return 2 * other.numel() * one.size(1)
     return 2 * one.numel() * other.size(-1)
@@ -81,8 +84,10 @@ class Operations:
         self.moved_nbytes = 0
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add the FLOPs of an executed operation to the count of its first argument's dtype, or, if torch has no
-        formula for it, the bytes that it moves. Warns of an LSTM that keeps memory out of sight.
+        """Add the FLOPs of an operation that has run to the count of its first argument's dtype, or, if torch has no
+        formula for them, the bytes that it moves. Warns of an LSTM, which keeps memory that no plan sees.
+
+        ``func``, ``args``, ``kwargs``, ``result``: the operation, its arguments and its results.
         """
         formula, place = _formula_of(func)
         if getattr(func, "overloadpacket", None) is _aten.mkldnn_rnn_layer and not result[-1].numel():
@@ -102,8 +107,9 @@ class Operations:
 
 @functools.cache
 def _formula_of(func: Any) -> tuple[Callable[..., int] | None, int]:
-    """Return the formula of an operation's FLOPs, None if there is none, and the index of ``is_causal`` among its
-    arguments, -1 if it has none."""
+    """Return (formula, index of ``is_causal``) for the operation ``func``: the function that computes its FLOPs, None
+    if there is none, and the index of the argument ``is_causal``, -1 if it has none.
+    """
     packet = getattr(func, "overloadpacket", None)
     found, place = _ON_CPU.get(packet, (packet, -1))
     return flop_registry.get(found) or _WITHOUT_FORMULA.get(packet), place
@@ -111,7 +117,9 @@ def _formula_of(func: Any) -> tuple[Callable[..., int] | None, int]:
 
 @functools.cache
 def makes_memory(func: Any) -> bool:
-    """Return whether an operation is one of torch's own whose results are neither views nor written arguments."""
+    """Return whether ``func`` is an operation of torch's own whose results have new memory and a known shape: they are
+    neither views nor written arguments.
+    """
     return (
         getattr(func, "namespace", "") == "aten"
         and not func.is_view
@@ -121,8 +129,9 @@ def makes_memory(func: Any) -> bool:
 
 
 def _moved_nbytes(func: Any, args: Any, result: Any) -> int:
-    """Return the least bytes that an operation writes into its results and reads from its arguments; 0 for one without
-    tensors among its arguments, whose memory may come from the system as it is needed.
+    """Return the least bytes that the operation ``func`` writes into its results and reads from its arguments.
+
+    0 for an operation without tensors among its arguments: the system may provide its memory only when it is used.
     """
     given = list(tensors_in(args))
     if not given or func.overloadpacket in _NOT_WRITTEN:
@@ -138,13 +147,13 @@ def _moved_nbytes(func: Any, args: Any, result: Any) -> int:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of memory that a tensor's elements take; an expanded dimension counts once."""
+    """Return the bytes of memory that the elements of ``tensor`` take; an expanded dimension counts once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
     return math.prod(sizes) * tensor.element_size()
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among ``values`` and in its lists and tuples."""
+    """Yield the tensors among ``values``, also inside lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

@@ -12,8 +12,10 @@ from zero_partition import Layout, LayoutEntry, UnitLayout
 
 @dataclass(frozen=True)
 class SavedPart:
-    """The save of one rank: ``manifest`` has its slices only. ``layout``: of its run, in which the rank holds shard
-    number ``shard`` of ``shards``, and the states of shards ``owned``; the first ranks, one per shard, write for all.
+    """The part of a checkpoint that one rank saves.
+
+    ``manifest``: has the rank's slices only. ``layout``: of its run, in which the rank holds shard number ``shard`` of
+    ``shards``, and the states of shards ``owned``. The first ranks, one per shard, write for all.
     """
 
     manifest: Manifest
@@ -45,7 +47,8 @@ def decode_part(data: bytes) -> SavedPart:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return a manifest as bytes, for `decode_manifest`; unlike `Manifest.encode` also one that lacks slices."""
+    """Return ``manifest`` as bytes, for `decode_manifest`. Unlike `Manifest.encode` it accepts one that lacks slices.
+    """
     frozen = None if manifest.frozen is None else sorted(manifest.frozen)
     return pack({**asdict(manifest), "frozen": frozen})
 
@@ -65,12 +68,12 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def _file_entry(data: dict[str, Any]) -> FileEntry:
-    """Return the `FileEntry` of a dict that `encode_manifest` made of one."""
+    """Return the `FileEntry` that ``data``, a dict from `encode_manifest`, describes."""
     extents = None if data["extents"] is None else tuple((nbytes, digest) for nbytes, digest in data["extents"])
     return FileEntry(**{**data, "extents": extents})
 
 
 def _tensor_entry(data: dict[str, Any]) -> TensorEntry:
-    """Return the `TensorEntry` of a dict that `encode_manifest` made of one."""
+    """Return the `TensorEntry` that ``data``, a dict from `encode_manifest`, describes."""
     slices = tuple(Slice(**piece) for piece in data["slices"])
     return TensorEntry(**{**data, "shape": tuple(data["shape"]), "slices": slices})

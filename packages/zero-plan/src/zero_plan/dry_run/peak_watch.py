@@ -26,8 +26,9 @@ class PeakWatch:
     """Tracks the live memory of an engine and its model, and finds the peak of each tier; used as a context manager,
     inside which it has hooks on every torch module of the process.
 
-    ``kind``: the type of the computing device. It is also the engine's `UnitWatch`, whose calls tell it which units
-    hold new memory.
+    The phase is that of training ("forward", "backward", "step", …), the place is the module or unit that ran last. An
+    owner of memory is a kind of memory and a unit's name. ``kind``: the type of the computing device. It is also the
+    engine's `UnitWatch`, whose calls tell it which units hold new memory.
 
     Attributes:
         memory: the storages; the mode that runs operations passes their results to it.
@@ -56,8 +57,7 @@ class PeakWatch:
 
     @property
     def phase(self) -> str:
-        """The phase of training, to which later peaks belong. Setting it first assigns owners to the engine's
-        memory.
+        """The phase of training, to which later peaks belong. Setting it first finds the owners of the engine's memory.
         """
         return self._phase
 
@@ -68,17 +68,17 @@ class PeakWatch:
 
     @property
     def computing(self) -> bool:
-        """Return whether a module is running."""
+        """True while a module is running."""
         return bool(self._running)
 
     def begin_engine(self) -> None:
-        """Remember the storages that are live before an engine is made. `follow` counts them as the script's own data,
-        in host memory, unless they are the model's.
+        """Remember the storages that are live before the script makes an engine. `follow` counts them as the script's
+        own data, in host memory, unless they are the model's.
         """
         self._before_engine = list(self.memory.held.values())
 
     def follow(self, engine: Engine) -> None:
-        """Watch an engine: from now on find peaks and the owners of its memory."""
+        """Find peaks and the owners of memory for ``engine`` from now on; forget the peaks before."""
         self._engine = engine
         self._names = {id(module): name for name, module in engine.module.named_modules()}
         engine.partition.runtime.watch_units(self)
@@ -87,34 +87,34 @@ class PeakWatch:
         self.reset_peaks(self.phase)
 
     def reset_peaks(self, phase: str) -> None:
-        """Forget the peaks and begin the phase ``phase``."""
+        """Forget the peaks and begin the phase called ``phase``."""
         self.phase, self._last_done = phase, ""
         self.memory.refresh_sizes()
         self.memory.reset_peaks()
 
     def peaks(self) -> tuple[Peak, ...]:
-        """Return the peak of each tier since `reset_peaks`, the device first; no entry for an unused tier."""
+        """Return the peak of each tier since `reset_peaks`, the device first. A tier that is not used has none."""
         self.memory.refresh_sizes()
         self._assign_all_owners()
         return tuple(self._peak_of(tier) for tier in MEMORY_TIERS if self.memory.peak.get(tier))
 
     def enters(self, units: Iterable[Unit]) -> None:
-        """Assign owners to the memory of ``units``; called when a module that uses them begins."""
+        """Find the owners of the memory of ``units``. Called by the engine when a module that uses them begins."""
         self._assign_owners(units)
 
     def leaves(self, units: Iterable[Unit]) -> None:
-        """Do nothing; called when a module that uses ``units`` ends."""
+        """Do nothing. Called by the engine when a module that uses ``units`` ends."""
 
     def backward_done(self, unit: Unit) -> None:
-        """Make the unit the latest place of the run and assign owners to its memory; called when it has its
-        gradients.
+        """Make ``unit`` the place of the run and find the owners of its memory. Called by the engine when the unit has
+        its gradients.
         """
         self._last_done = unit.name
         self._assign_owners([unit])
 
     def _leave_to_script(self, engine: Engine) -> None:
-        """Reassign the script's own data, the storages that are older than its engine and not part of the model, to
-        host memory.
+        """Count as host memory the script's own data: the storages that are older than ``engine`` and not part of its
+        model.
         """
         tensors = [*engine.module.parameters(), *engine.module.buffers()]
         of_model = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -125,20 +125,22 @@ class PeakWatch:
         self._before_engine = []
 
     def _before_forward(self, module: nn.Module, _inputs: object) -> None:
-        """Note that a module begins to run: forward pre-hook of every torch module."""
+        """Record that ``module`` begins to run. A forward pre-hook of every torch module."""
         self._running.append(self._names.get(id(module), ""))
 
     def _after_forward(self, _module: nn.Module, _inputs: object, _output: object) -> None:
-        """Note that the innermost running module has ended, by an exception too: forward hook of every torch module."""
+        """Record that the innermost running module has ended, also by an exception. A forward hook of every torch
+        module.
+        """
         self._last_done = self._running.pop() or self._last_done
 
     def _phase_and_place(self) -> tuple[str, str]:
-        """Return the phase, and the innermost running module or the last one that ended."""
+        """Return (phase, place): the phase, and the name of the innermost running module, or of what ended last."""
         running = next((name for name in reversed(self._running) if name), "")
         return self.phase, running or (f"after {self._last_done}" if self._last_done else self.phase)
 
     def _peak_of(self, tier: str) -> Peak:
-        """Return the peak of a tier, with its largest owners and the bytes of activations."""
+        """Return the peak of ``tier``, with its largest owners and the bytes of activations."""
         sums: Counter[tuple[str, str]] = Counter()
         for held, nbytes in self.memory.storages_at_peak(tier):
             sums.update(_bytes_by_owner(held, nbytes))
@@ -148,7 +150,8 @@ class PeakWatch:
         return Peak(tier, found, *self.memory.peak_places[tier], tuple(rows[:_OWNERS]), activations)
 
     def _assign_all_owners(self) -> None:
-        """Assign the engine's memory, optimizer states included, to its units; do nothing before `follow`."""
+        """Record the engine's units as the owners of its memory, optimizer states included; do nothing before `follow`.
+        """
         if self._engine is None:
             return
         self._assign_owners(self._engine.partition.units)
@@ -161,8 +164,8 @@ class PeakWatch:
                     self._assign(value, "optimizer states", owned.unit.name)
 
     def _assign_owners(self, units: Iterable[Unit]) -> None:
-        """Assign the engine's memory for ``units`` to these units, but for optimizer states. Does nothing before
-        `follow`.
+        """Record ``units`` as the owners of the memory that the engine holds for them, except optimizer states. Do
+        nothing before `follow`.
         """
         if self._engine is None:
             return
@@ -172,7 +175,9 @@ class PeakWatch:
                     self.memory.expect_resizing(tensor)
 
     def _assign(self, tensor: torch.Tensor, kind: str, name: str) -> bool:
-        """Make ``kind`` and ``name`` the owner of a tensor's storage, if it is tracked and has none; return whether."""
+        """Make (``kind``, ``name``) the owner of the storage of ``tensor``, if that is tracked and has no owner yet;
+        return whether this was done.
+        """
         held = self.memory.held.get(tensor.untyped_storage()._cdata)
         if held is None or held.owner is not None or held.rows:
             return False
@@ -181,8 +186,8 @@ class PeakWatch:
 
 
 def _bytes_by_owner(held: LiveStorage, nbytes: int) -> dict[tuple[str, str], int]:
-    """Return ``nbytes`` of a storage by the kind and name of its owners; bytes beyond its rows count to the first row's
-    kind.
+    """Return ``nbytes``, the size of a storage, divided over its owners (kind, name). Bytes beyond those of its rows
+    count to the first row's kind.
     """
     if not held.rows:
         return {held.owner or ("activations", held.origin): nbytes}
@@ -196,7 +201,8 @@ def _bytes_by_owner(held: LiveStorage, nbytes: int) -> dict[tuple[str, str], int
 
 
 def _held_for(engine: Engine, unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (kind, tensor): a unit's buffer of full parameters, its shard if on the device, masters and gradients.
+    """Yield (kind, tensor) of the memory that ``engine`` holds for ``unit``: its buffer of full parameters, its shard
+    if on the device, masters and gradients.
 
     Neither its secondary shard nor its optimizer states are among them.
     """

@@ -64,10 +64,10 @@ class DryRun(NamedTuple):
 def plan_rank(
     run: DryRun, rank: int, world_size: int, *, steps: int = STEPS, checkpoint: bool = False
 ) -> tuple[RankPlan, SavedPart | None]:
-    """Train for ``steps`` steps as rank ``rank`` of ``world_size`` without memory; return the rank's plan, with the
-    traffic and operations of the last step, and what the rank saved (None without ``checkpoint``).
+    """Train for ``steps`` steps as rank ``rank`` of ``world_size`` without memory. Return (plan, part): the rank's
+    plan, with the traffic and operations of the last step, and what the rank saved (None without ``checkpoint``).
 
-    ``checkpoint``: plan a save after the steps too. Raises `PlanError` as `new_engine`, `_run_step` and `plan_save`.
+    ``checkpoint``: plan a save after the steps too. Raises `PlanError` for a run that cannot be planned.
     """
     recorder, part = DryRunRecorder(), None
     with new_engine(run, rank, world_size, recorder) as (engine, folder):
@@ -84,9 +84,11 @@ def plan_rank(
 
 @contextmanager
 def new_engine(run: DryRun, rank: int, world_size: int, recorder: DryRunRecorder) -> Iterator[tuple[Engine, Path]]:
-    """Yield an engine without memory as rank ``rank`` of ``world_size``, whose memory ``recorder`` watches, and a
-    temporary folder on the file system of the tiers' files. The engine is destroyed after the block, but not after an
-    exception in it. Raises `PlanError` for a configuration without an optimizer and as `_build_model`.
+    """Yield (engine, folder): an engine without memory as rank ``rank`` of ``world_size``, whose memory ``recorder``
+    watches, and a temporary folder on the file system of the tiers' files.
+
+    The engine is destroyed after the block, but not after an exception in it. Raises `PlanError` for a configuration
+    without an optimizer, and for a ``run.model_fn`` that builds no model.
     """
     with (
         TemporaryDirectory(prefix="zero-plan-") as folder,
@@ -128,7 +130,7 @@ def refuse_real_parameters() -> Iterator[None]:
 
 
 def _refuse_values(module: nn.Module, name: str, parameter: object) -> None:
-    """Raise `PlanError` for a real parameter: a parameter registration hook of torch."""
+    """Raise `PlanError` if ``parameter`` is a real one, with memory. A parameter registration hook of torch."""
     if isinstance(parameter, nn.Parameter) and not isinstance(parameter, FakeTensor):
         raise PlanError(
             f"the parameter '{name}' of {type(module).__name__} has values, as if they were read from a file: a dry "
@@ -137,8 +139,9 @@ def _refuse_values(module: nn.Module, name: str, parameter: object) -> None:
 
 
 def _run_step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tensor], watch: PeakWatch) -> None:
-    """Run one optimizer step, with ``micro_batch`` (see `zero_plan.plan`) for each of its micro-batches, and set the
-    phase of ``watch`` along the way. Raises `PlanError` for errors of the model and of ``loss``, naming the line.
+    """Run one optimizer step, with ``micro_batch`` (see `zero_plan.plan`) for each of the step's micro-batches; set the
+    phase of ``watch`` along the way. ``loss``: returns the loss of the model's output. Raises `PlanError` for errors of
+    the model and of ``loss``, naming the line.
     """
     for _ in range(engine.gradient_accumulation_steps()):
         watch.phase = "forward"
@@ -157,8 +160,8 @@ def _run_step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tens
 
 
 def without_values(value: Any) -> Any:
-    """Return an empty CPU tensor with the size, strides and dtype of ``value``, a fake one inside a `PlanMode`. Values
-    other than tensors are returned unchanged.
+    """Return an empty CPU tensor with the size, strides and dtype of the tensor ``value``, a fake one inside a
+    `PlanMode`; any other value unchanged.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -167,8 +170,8 @@ def without_values(value: Any) -> Any:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Inside the block, silence torch's warning about addresses of fake tensors, which kernels ask for (the dry run's
-    kernels read nothing there), and its log of operations that fail, which a `PlanError` tells of.
+    """Silence inside the block torch's warning about addresses of fake tensors, which kernels ask for (the dry run's
+    kernels read nothing there), and its log of operations that fail, of which a `PlanError` tells.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True

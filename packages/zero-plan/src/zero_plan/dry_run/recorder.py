@@ -17,7 +17,8 @@ class DryRunRecorder:
     """Measures one rank: call `begin_step` before each step, `plan` after the last.
 
     Attributes:
-        watch: the live memory. ends: the source of the tiers' host memory and files, which stand in for real ones.
+        watch: the live memory.
+        ends: provides the tiers with host memory and files, in place of real ones.
         operations: the operations since the step began.
     """
 
@@ -28,7 +29,7 @@ class DryRunRecorder:
         self._moved_before = (0, 0)  # bytes of files read and written before the step
 
     def begin_step(self, engine: Engine) -> None:
-        """Start the counts of traffic, operations and file bytes at 0."""
+        """Set the counts of traffic, of operations and of bytes in files to 0, as a step of ``engine`` begins."""
         engine.ledger.reset()
         self.operations.clear()
         self._moved_before = self.ends.bytes_moved()

@@ -16,8 +16,8 @@ _TAG = "planned"
 
 
 def plan_save(engine: Engine, watch: PeakWatch, folder: Path) -> tuple[SavedPlan, SavedPart]:
-    """Save a checkpoint of ``engine`` below ``folder``, into files without content; return the save's needs, and what
-    it saved. Resets the peaks of ``watch``. Raises `PlanError` if the engine saved nothing.
+    """Save a checkpoint of ``engine`` below ``folder``, into files without content. Return (plan, part): the needs of
+    the save, and what it saved. Resets the peaks of ``watch``. Raises `PlanError` if the engine saved nothing.
 
     ``folder``: on the same file system as the tiers' files, so that the save can link them.
     """

@@ -59,9 +59,10 @@ class ScriptSupervisor(DryRunSupervisor):
         self._followed: Engine | None = None
 
     def config(self, given: Any, world_size: int) -> dict[str, Any]:
-        """Return the configuration for the script's engine: the one asked for, with ``given`` where it says "auto", and
-        with the ranks per node asked for, changed as by `DryRunSupervisor.config`. Notes that the memory in use now is
-        older than the engine.
+        """Return the configuration for the script's engine: the one asked for, with the values of ``given``, the
+        script's, in place of "auto", and with the ranks per node asked for, changed as by `DryRunSupervisor.config`.
+
+        Called before an engine is made: memory that is live now counts as the script's.
         """
         self._recorder.watch.begin_engine()
         found = fill_auto(self._asked.script.config, _as_dict(given))
@@ -70,8 +71,8 @@ class ScriptSupervisor(DryRunSupervisor):
         return super().config(found, world_size)
 
     def observer(self, engine: Engine) -> Observer:
-        """Start measuring ``engine`` and return its observer; an engine without an optimizer is not measured. If a
-        load was asked for, measure that and raise `StepsTaken`.
+        """Start measuring ``engine`` and return its observer; an engine without an optimizer is not measured. If a load
+        was asked for, measure the load and raise `StepsTaken`.
 
         Raises `PlanError` for a second engine with an optimizer.
         """
@@ -96,7 +97,9 @@ class ScriptSupervisor(DryRunSupervisor):
         self._recorder.watch.phase = phase
 
     def after_step(self, engine: Engine) -> None:
-        """Count a finished step and begin to measure the next; after the last, keep the plan and raise `StepsTaken`."""
+        """Count a finished step of ``engine`` and begin to measure the next; after the last, set `found` and raise
+        `StepsTaken`.
+        """
         self.steps += 1
         if self.steps == STEPS:
             self.found = self._recorder.plan(engine)
@@ -116,8 +119,8 @@ class ScriptSupervisor(DryRunSupervisor):
             self._followed.destroy(unshard=False)
 
     def _before_forward(self, _engine: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin the phase "forward", and return (args, kwargs) with fake tensors in place of real floating-point ones:
-        a forward pre-hook of the engine.
+        """Begin the phase "forward", and return (args, kwargs) with fake tensors in place of real floating-point ones.
+        A forward pre-hook of the engine.
         """
         self.begin_phase("forward")
         return tree_map(_without_float_values, (args, kwargs))
@@ -131,11 +134,11 @@ class _PhaseObserver:
         self._supervisor = supervisor
 
     def loss(self, _loss: torch.Tensor) -> None:
-        """Begin the phase "backward"; called before each backward pass."""
+        """Begin the phase "backward". Called by the engine before each backward pass."""
         self._supervisor.begin_phase("backward")
 
     def before_step(self) -> None:
-        """Begin the phase "step"; called before each optimizer step."""
+        """Begin the phase "step". Called by the engine before each optimizer step."""
         self._supervisor.begin_phase("step")
 
     def after_step(self, _result: StepResult) -> None:
@@ -144,8 +147,8 @@ class _PhaseObserver:
 
 
 def plan_script_rank(given: ScriptRank) -> tuple[RankPlan, list[str]]:
-    """Run a script as one rank, until its engine has taken `STEPS` steps; return the rank's plan, and the lines of code
-    that read values and got guesses.
+    """Run the script of ``given`` as its rank, until its engine has taken `STEPS` steps. Return (plan, lines): the
+    rank's plan, and the lines of code that read values and got guesses.
 
     Raises `PlanError` for a script that fails, naming its line, and for one that ends before those steps.
     """
@@ -156,7 +159,8 @@ def plan_script_rank(given: ScriptRank) -> tuple[RankPlan, list[str]]:
 
 
 def plan_script_load(given: ScriptRank) -> LoadedPlan:
-    """Run a script as one rank until it has made its engine; return what loading ``given.manifest`` into that needs.
+    """Run the script of ``given`` as its rank until it has made its engine; return what loading the checkpoint of
+    ``given.manifest`` into that engine needs.
 
     Raises `PlanError` for a script that fails, naming its line, and for one that makes no engine that trains.
     """
@@ -167,8 +171,9 @@ def plan_script_load(given: ScriptRank) -> LoadedPlan:
 
 
 def _run_dry(given: ScriptRank) -> tuple[ScriptSupervisor, list[str]]:
-    """Run a script as one rank, until what ``given`` asks for is known or the script ends; return its supervisor, and
-    the lines of code that read values. Raises `PlanError` for a script that fails, naming its line.
+    """Run the script of ``given`` as its rank, until the plan that is asked for is known or the script ends. Return its
+    supervisor, and the lines of code that read values and got guesses. Raises `PlanError` for a script that fails,
+    naming its line.
     """
     recorder = DryRunRecorder()
     guesses = Guesses(lambda: recorder.watch.computing)
@@ -191,8 +196,8 @@ def _run_dry(given: ScriptRank) -> tuple[ScriptSupervisor, list[str]]:
 
 
 def fill_auto(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with the script's values (``given``) in place of "auto", at any depth; ``given`` if ``config``
-    is None. An "auto" for which the script has no value stays.
+    """Return ``config`` with the values of ``given``, the script's configuration, in place of "auto", at any depth;
+    ``given`` itself if ``config`` is None. An "auto" for which the script has no value stays.
     """
     if config is None:
         return given
@@ -209,14 +214,17 @@ def fill_auto(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str,
 
 
 def _as_dict(given: Any) -> dict[str, Any]:
-    """Return the configuration that a script passes to `initialize` (a `Config`, a path or a dict) as a dict."""
+    """Return as a dict the configuration ``given`` that a script passes to `initialize`: a `Config`, a path or a dict.
+    """
     from zero_settings import Config, read
 
     return dict(given.raw) if isinstance(given, Config) else read(given)
 
 
 def _run(script: Script) -> None:
-    """Run the script in this process. Raises `PlanError` for its errors and for a nonzero exit status."""
+    """Run ``script`` as the main program of this process. Raises `PlanError` for its errors and for a nonzero exit
+    status.
+    """
     try:
         run_as_main(script.target, script.arguments, module=script.module)
     except SystemExit as end:
@@ -229,7 +237,9 @@ def _run(script: Script) -> None:
 
 
 def _too_few_steps(target: str, steps: int) -> str:
-    """Return the error message for a script that ended after ``steps`` optimizer steps, fewer than `STEPS`."""
+    """Return the error message for the script ``target``, which ended after ``steps`` optimizer steps, fewer than
+    `STEPS`.
+    """
     expected = "expected a script that calls zero_core.initialize with an optimizer, engine.backward and engine.step"
     if not steps:
         return f"{target} took no optimizer step: {expected}"
@@ -240,8 +250,8 @@ def _too_few_steps(target: str, steps: int) -> str:
 
 
 def _without_float_values(value: Any) -> Any:
-    """Return a fake tensor for a real floating-point one, so that the model's inputs count as device memory; integers
-    keep their values, which the model may read.
+    """Return a fake tensor in place of a real floating-point one, so that the model's inputs count as device memory.
+    Any other value is returned unchanged: the model may read the values of integers.
     """
     plain = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
     return without_values(value) if plain and value.is_floating_point() else value
@@ -249,7 +259,7 @@ def _without_float_values(value: Any) -> Any:
 
 @contextmanager
 def _launcher_environment(given: ScriptRank) -> Iterator[None]:
-    """Inside the block, set the environment variables that a launcher sets for a rank."""
+    """Set, inside the block, the environment variables that a launcher sets for the rank of ``given``."""
     per_node = given.ranks_per_node or given.world_size
     numbers: Mapping[str, object] = {
         "RANK": given.rank,

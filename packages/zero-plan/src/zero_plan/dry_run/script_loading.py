@@ -14,8 +14,8 @@ from .parts import SavedPart, decode_part, encode_manifest
 
 
 def plan_with_checkpoint(ranks: Sequence[ScriptRank], saved_by: int) -> list[dict[str, Any]]:
-    """Return the answers of `run_rank` for each of ``ranks``, at least one, with the plans of a save, and of loading a
-    checkpoint of ``saved_by`` ranks. Raises `PlanError` as `run_rank` does.
+    """Return the answer of `run_rank` for each of ``ranks`` (at least one), with the plans of a save and of a load of a
+    checkpoint that ``saved_by`` ranks saved. Raises the errors of `run_rank`.
     """
     with TemporaryDirectory(prefix="zero-plan-") as name:
         folder = Path(name)
@@ -34,8 +34,8 @@ def plan_with_checkpoint(ranks: Sequence[ScriptRank], saved_by: int) -> list[dic
 
 
 def _save(rank: ScriptRank, path: Path) -> tuple[dict[str, Any], SavedPart]:
-    """Run a script as a rank that saves a checkpoint; return the answer, and what the rank saved, by way of the file
-    ``path``. Waits, and raises, as `run_rank` does.
+    """Run a script as ``rank``, which saves a checkpoint; return the answer of `run_rank`, and what the rank saved,
+    which comes by way of the file ``path``. Waits as `run_rank` does and raises its errors.
     """
     answer = run_rank(replace(rank, checkpoint=True, part=str(path)))
     return answer, decode_part(path.read_bytes())

@@ -1,5 +1,5 @@
-"""Short ways through torch's fake tensors. They give what the mode gives, without its general cache, whose keys and
-entries cost several times as much as the shapes themselves.
+"""Shortcuts through torch's fake tensors. They give the same results as the fake mode, without its general cache, whose
+keys and entries cost several times as much as the shapes themselves.
 """
 
 from __future__ import annotations
@@ -46,18 +46,20 @@ class Shape(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of an operation. ``kind``: tuple or list; None for a single result. A part may be None."""
+    """The results of an operation. ``kind``: tuple or list; None for a single result. ``parts``: the shape of each
+    result, None for a result that is None.
+    """
 
     kind: type | None
     parts: tuple[Shape | None, ...]
 
 
 class Shortcuts:
-    """Runs operations of ``mode`` by a short way.
+    """Finds the results of operations of ``mode`` without torch's general cache.
 
-    The shapes of results with memory of their own depend on the shapes, strides, dtypes and devices of the arguments'
-    tensors and on the other arguments alone, if no argument has a value: these are the key of an operation, by which it
-    is looked up.
+    The shapes of results with memory of their own depend only on the shapes, strides, dtypes and devices of the tensors
+    among the arguments and on the other arguments, if no argument has a value. These make the key of an operation, by
+    which its result's shapes are looked up. A plain tensor is a strided tensor of the mode, without a value.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -65,8 +67,8 @@ class Shortcuts:
         self._known: dict[Any, Results] = {}
 
     def run_view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the results of a view, or the argument that an operation writes; None for other operations, and for a
-        first argument that `_is_plain` refuses.
+        """Return the results of ``func`` if it is a view, or its first argument if ``func`` writes that; None for any
+        other operation, and if the first argument is no plain tensor.
         """
         is_view = func in _VIEWS
         if not (is_view or func in _WRITES) or not self._is_plain(args[0]):
@@ -81,8 +83,8 @@ class Shortcuts:
         return type(found)(FakeTensor(self._mode, one, device) for one in found)
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a hashable key by which the shapes of an operation's results are looked up; None for an operation
-        whose results may be views or depend on more.
+        """Return a hashable key of the operation ``func`` with these arguments, for `run_known` and `learn`; None for
+        an operation whose results may be views or depend on more than shapes.
         """
         if not makes_memory(func):
             return None
@@ -91,7 +93,7 @@ class Shortcuts:
         return None if named is None else (func, found, *kwargs, named, torch.get_default_dtype())
 
     def run_known(self, key: Any) -> Any:
-        """Return new results of the operation with this `key`; None if `learn` has not seen it."""
+        """Return new results of the operation with the key ``key``; None if `learn` has not seen it."""
         known = self._known.get(key)
         if known is None:
             return None
@@ -99,8 +101,8 @@ class Shortcuts:
         return next(made) if known.kind is None else known.kind(made)
 
     def learn(self, key: Any, args: Any, result: Any) -> None:
-        """Remember the results that the mode gave for the operation with this `key` and the arguments ``args``, if all
-        are tensors with memory of their own.
+        """Remember the shapes of ``result``, which the mode gave for the operation with the key ``key`` and the
+        arguments ``args``, if all results are tensors with memory of their own.
         """
         kind = type(result) if isinstance(result, (tuple, list)) else None
         parts = (result,) if kind is None else tuple(result)
@@ -113,7 +115,7 @@ class Shortcuts:
 
     def _describe(self, values: Iterable[Any]) -> tuple[Any, ...] | None:
         """Return a hashable description of arguments with all that the shapes of an operation's results depend on; None
-        if an argument has a value, or is a tensor of another kind than the mode's plain ones.
+        if an argument has a value, or is a tensor that is not plain.
         """
         found: list[Any] = []
         for value in values:
@@ -133,7 +135,7 @@ class Shortcuts:
         return tuple(found)
 
     def _is_plain(self, value: Any) -> bool:
-        """Return whether ``value`` is a strided tensor of the mode, without a value."""
+        """Return whether ``value`` is a plain tensor: a strided one of the mode, without a value."""
         return (
             isinstance(value, FakeTensor)
             and value.fake_mode is self._mode
@@ -154,7 +156,7 @@ class Shortcuts:
         return bool(made.nbytes() == own.nbytes())
 
     def _make(self, shape: Shape) -> FakeTensor:
-        """Return a new fake tensor of the mode with this shape, dtype and device."""
+        """Return a new fake tensor of the mode with the sizes, strides, dtype and device of ``shape``."""
         with in_kernel_invocation_manager(self._mode):
             made = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
         return FakeTensor(self._mode, made, shape.device)

@@ -47,9 +47,9 @@ class DryRunSupervisor(Unsupervised):
         self.folder = folder
 
     def config(self, given: Any, world_size: int) -> dict[str, Any]:
-        """Return ``given`` without the settings of monitors, logs, records and checkpoints (but for their writer), and
-        with new folders below ``folder`` in place of the NVMe paths of optimizer states and parameters. Warns of
-        settings left out that take memory.
+        """Return the configuration for an engine of the dry run: ``given`` without the settings of monitors, logs,
+        records and checkpoints (except their writer), and with new folders below `folder` in place of the NVMe paths of
+        optimizer states and parameters. Warns of settings left out that take memory.
         """
         raw = read(given.raw if isinstance(given, Config) else given)
         _warn_of_uncounted(raw)
@@ -67,16 +67,21 @@ class DryRunSupervisor(Unsupervised):
         return {**plain, "steps_per_print": 0, **{section: {"enabled": False} for section in _MONITORS}}
 
     def budget(self, processes: int) -> HostBudget:
-        """Return a budget of this host's memory and disk without limits; ``processes``: the ranks that share it."""
+        """Return a budget without limits of this host's memory and disk. ``processes``: the ranks that share the host.
+        """
         return HostBudget(limits={"memory": (), "locked": (), "shared": (), "disk": ()}, processes=processes)
 
     def observer(self, engine: Engine) -> Observer:
-        """Return the observer that does nothing. Raises `PlanError` for a configuration that cannot be planned."""
+        """Return an observer of ``engine`` that does nothing. Raises `PlanError` for a configuration that cannot be
+        planned.
+        """
         _refuse_unplannable(engine.resolved_config)
         return Unobserved()
 
     def _stand_in_folders(self, paths: Sequence[str]) -> list[str]:
-        """Make one folder below ``folder`` for each of ``paths``, and return their paths."""
+        """Make one folder below `folder` for each of ``paths``, NVMe paths of the configuration, and return the
+        folders' paths.
+        """
         found = [self.folder / str(number) for number in range(len(paths))]
         for path in found:
             path.mkdir(exist_ok=True)
@@ -84,7 +89,7 @@ class DryRunSupervisor(Unsupervised):
 
 
 def _warn_of_uncounted(raw: Mapping[str, Any]) -> None:
-    """Warn of each setting of the configuration ``raw`` that takes memory and is not in a plan."""
+    """Warn of each setting in the configuration ``raw`` that takes memory which is not in a plan."""
     checkpoint = raw.get("checkpoint")
     copies = checkpoint.get("in_memory") if isinstance(checkpoint, dict) else None
     if isinstance(copies, dict) and copies.get("every"):
@@ -117,7 +122,8 @@ class PlannedEnds:
             return torch.zeros(nbytes, dtype=torch.uint8)
 
     def io_engine(self, given: Any) -> DryRunEngine:
-        """Return the engine of files without content that all stores of this dry run share; ``given`` is ignored."""
+        """Return the I/O engine of files without content that all stores of this dry run share; ``given`` is ignored.
+        """
         from zero_nvme_aio.dry_run import DryRunEngine
 
         self._engine = self._engine or DryRunEngine()
@@ -135,19 +141,19 @@ class PlannedEnds:
 
 
 def memory_tier_of(use: HostUse) -> str:
-    """Return the tier, as a key of `LiveMemory.now`, of a block of host memory with this use."""
+    """Return the tier, as a key of `LiveMemory.now`, of host memory that is allocated for ``use``."""
     if use.on_device:
         return "device"
     return "pinned host" if use.pin else "pageable host"
 
 
 def owner_rows(use: HostUse) -> tuple[LiveRow, ...]:
-    """Return the owners of a block of host memory with this use, and the bytes of each."""
+    """Return the owners of host memory that is allocated for ``use``, and the bytes of each."""
     return tuple(LiveRow(use.purpose, *part) for part in use.parts) or (LiveRow(use.purpose, "", 0),)
 
 
 def _refuse_unplannable(config: Config) -> None:
-    """Raise `PlanError` for a setting that a dry run does not support."""
+    """Raise `PlanError` if ``config`` has a setting that a dry run does not support."""
     if config.offload.activations.device != "none":
         raise PlanError('offload.activations.device: expected "none" for a dry run; their traffic is not tracked')
     if config.offload.delayed_update:

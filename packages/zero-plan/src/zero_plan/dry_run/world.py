@@ -15,8 +15,8 @@ from ..errors import PlanError
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Inside the block, torch.distributed is initialised in this process as rank ``rank`` of ``world_size``, with
-    collectives that send nothing, wait for nobody and leave their results as they are; it is destroyed afterwards.
+    """Initialise torch.distributed in this process, inside the block, as rank ``rank`` of ``world_size``, with
+    collectives that send nothing, wait for nobody and leave their results as they are; destroy it afterwards.
 
     Raises `PlanError` if torch.distributed is initialised already.
     """
