@@ -62,7 +62,7 @@ class Recovery:
             return False
         in_pass = self._gathers.active or self._reductions.active
         waited_for = self._groups.control.world_size > 1 and (awaited or in_pass)
-        if waited_for and not (isinstance(failure, Exception) and self._is_shared(call, failure)):
+        if waited_for and not (isinstance(failure, Exception) and self._all_failed_alike(call, failure)):
             return False
         self._interleaving.end()
         self._reducer.abandon()
@@ -74,7 +74,7 @@ class Recovery:
         engine again."""
         self._groups.control.record_failed_call(failure, f"in {call} of step {self._step.value}")
 
-    def _is_shared(self, call: str, failure: BaseException) -> bool:
+    def _all_failed_alike(self, call: str, failure: BaseException) -> bool:
         """Meet the other ranks; return whether all failed in ``call`` and have issued the same collectives then. For
         this, the rank issues the gathers and reductions that it lacks. Waits `PATIENCE` seconds at most for each of two
         meetings, and between them without a limit for what it issues itself."""

@@ -212,10 +212,10 @@ class Reducer:
     def _start_due(self) -> None:
         """Start reductions in the agreed order until the next one is not due yet; finish older ones if too many are in
         flight."""
-        while (index := self._reductions.next_unit) is not None and self._due(index):
+        while (index := self._reductions.next_unit) is not None and self._is_due(index):
             self._starts.start_next()
 
-    def _due(self, index: int) -> bool:
+    def _is_due(self, index: int) -> bool:
         """Return whether the reduction of the unit with index ``index`` is due: the unit has all its expected gradients
         (all that can come, where passes are complete), or its modules did not run here and need not be waited for."""
         if self._reductions.complete:

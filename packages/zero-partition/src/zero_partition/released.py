@@ -51,7 +51,7 @@ class ReleasedValues(torch.Tensor):
     ) -> Any:
         """Gather the parameter before ``func`` computes with its values; raise `ReleasedParameterError`, naming the
         parameter, if it cannot be gathered."""
-        return _call(cls, func, types, args, kwargs)
+        return _call_gathered(cls, func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Gather the parameter and return what pickle writes: a plain tensor with its values. Raises
@@ -107,7 +107,7 @@ def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     if it is a released class."""
     if hasattr(kind, _PRESENT):
         return kind
-    body = {"__torch_function__": classmethod(_call), "__module__": __name__, _PRESENT: kind}
+    body = {"__torch_function__": classmethod(_call_gathered), "__module__": __name__, _PRESENT: kind}
     if kind.detach is torch.Tensor.detach:
         body["detach"] = detached
     copies = unwatched(kind).__deepcopy__
@@ -132,7 +132,7 @@ def detached(parameter: nn.Parameter) -> torch.Tensor:
     return values
 
 
-def _call(
+def _call_gathered(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Call torch function ``func`` with the gathered values in place of released parameters, or with placeholders if it
@@ -144,7 +144,9 @@ def _call(
     """
     keywords = kwargs or {}
     if func is torch.autograd.grad:
-        return func(*_by_gradient_edge(args), **dict(zip(keywords, _by_gradient_edge(keywords.values()), strict=True)))
+        return func(
+            *_with_gradient_edges(args), **dict(zip(keywords, _with_gradient_edges(keywords.values()), strict=True))
+        )
     report_gradient_access(func, args)
     name = name_of(func)
     if name == "__set__" and attribute_of(func) == "data" and not _is_released_value(args[1]):
@@ -210,13 +212,13 @@ def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict
     if name == "__set__":
         return not _is_released_value(args[1]) or args[1] is args[0] or _parameter_of(args[1]) is _parameter_of(args[0])
     if name in _CASTS:
-        return _changes_nothing(name, args, keywords)
+        return _returns_itself(name, args, keywords)
     if name in _SHAPED_LIKE:  # of itself: how torch finds the node that accumulates
         return not _is_released_value(args[0]) or args[0] is args[1]
     return name in FACTS or name == "detach"
 
 
-def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+def _returns_itself(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """Return whether a cast would return the released parameter itself (``to`` its present dtype and device), or no
     tensor; True if the first argument is no released parameter.
 
@@ -237,13 +239,12 @@ def _without_format(keywords: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keywords.items() if key != _FORMAT}
 
 
-def _by_gradient_edge(arguments: Any) -> list[Any]:
+def _with_gradient_edges(arguments: Any) -> list[Any]:
     """Return the ``arguments`` of `torch.autograd.grad` as a list in which gradient edges, which need no values, stand
     for released parameters, also inside lists and tuples."""
 
     def edge(value: Any) -> Any:
-        """Return ``value`` with each released parameter, also inside lists and tuples, replaced by its gradient edge.
-        """
+        """Return ``value`` with each released parameter, also inside lists and tuples, replaced by its gradient edge."""
         if isinstance(value, (list, tuple)):
             return type(value)(edge(item) for item in value)
         return get_gradient_edge(value) if isinstance(value, nn.Parameter) and _is_released_value(value) else value
@@ -279,7 +280,7 @@ def _pickle_with_values(parameter: nn.Parameter, protocol: Any) -> Any:
     return unwatched(type(parameter)).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
 
 
-def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterError:
+def _no_engine_error(parameter: nn.Parameter, call: str) -> ReleasedParameterError:
     """Return the error for a released parameter that no engine owns, of which torch function ``call`` (its name) needs
     the values."""
     record = init_record(parameter)
@@ -308,7 +309,7 @@ def _gathered_value(value: Any, call: str, *, writes: bool) -> torch.Tensor:
     if owner is not None:
         owner.values_used(parameter, call, writes=writes)
     elif hasattr(type(parameter), _PRESENT):
-        raise _without_engine(parameter, call)
+        raise _no_engine_error(parameter, call)
     given: torch.Tensor = parameter
     with torch._C.DisableTorchFunctionSubclass():
         if parameter is not value:

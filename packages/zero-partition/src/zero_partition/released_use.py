@@ -74,17 +74,17 @@ class ReleasedUse:
             self._unannounced.gather(unit)
             unit.lent = True
             self._gathers.note_outside(unit)
-            _answer_with_views(unit)
+            _compute_with_views(unit)
 
     def gathered(self, units: Iterable[Unit]) -> None:
         """Prepare the parameters of ``units``, which the user has just gathered, for use in a loss: autograd will save
         views of them instead of the parameters. Do nothing unless `forward_ended` was called since the last step."""
         if self._in_training:
             for unit in units:
-                _answer_with_views(unit)
+                _compute_with_views(unit)
 
 
-def _answer_with_views(unit: Unit) -> None:
+def _compute_with_views(unit: Unit) -> None:
     """Have torch functions compute with views of the parameters of ``unit``, which is gathered, instead of the
     parameters themselves, by giving these their released classes.
 

@@ -61,11 +61,11 @@ class Reopening:
             liveness.rule_out_restart(problem)
             self._groups.close()
             raise
-        self._drop_step(cause)
+        self._drop_unfinished_step(cause)
         loop.go_back(min(one.micro_steps for one in told), min(one.samples for one in told))
         liveness.revive()
 
-    def _drop_step(self, cause: str) -> None:
+    def _drop_unfinished_step(self, cause: str) -> None:
         """Reset gathers, reductions, gradients and learned orders to the state before the step's first forward. Buffers
         and random generators stay as they are, as in plain torch.
 

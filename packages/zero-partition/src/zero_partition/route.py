@@ -33,7 +33,7 @@ class Secondary:
 
     def keep(self, flat: torch.Tensor) -> None:
         """Copy this rank's slice of ``flat``, the gathered flat buffer, into `part`, which is `fresh` then."""
-        own = self._own(flat)
+        own = self._own_slice(flat)
         if self.part is None:
             self.part = torch.empty_like(own)
         self.part.copy_(own)
@@ -45,12 +45,12 @@ class Secondary:
 
         Only while `fresh`. Collective in the group. ``tag``: of the collective.
         """
-        own = self._own(flat)
+        own = self._own_slice(flat)
         if self.part is not None:
             own.copy_(self.part)
         return self._group.all_gather(flat, own, tag)
 
-    def _own(self, flat: torch.Tensor) -> torch.Tensor:
+    def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of the unit's flat buffer ``flat``, as a view."""
         return flat[self.start : self.start + self._numel]
 

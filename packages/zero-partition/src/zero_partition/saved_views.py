@@ -95,7 +95,7 @@ class SavedViews:
         if isinstance(packed, _SavedTensor):
             saved, version = packed
             if saved._version != version:
-                _refuse_changed(saved, version)
+                _raise_modified(saved, version)
             return saved
         if isinstance(packed, _SavedOuter):
             return packed.restore()
@@ -172,7 +172,7 @@ class _SavedOuter:
         return self._unpack(self._packed)
 
 
-def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
+def _raise_modified(tensor: torch.Tensor, version: int) -> NoReturn:
     """Raise the RuntimeError that torch raises where ``tensor`` was written in place after autograd saved it.
 
     ``version``: its version counter when it was saved.

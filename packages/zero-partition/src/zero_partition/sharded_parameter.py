@@ -74,7 +74,7 @@ class ShardedParameter:
     """
 
     def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard, context: _Context | None) -> None:
-        self._context: Callable[[], _Context | None] = _do_nothing if context is None else weakref.ref(context)
+        self._context: Callable[[], _Context | None] = _no_referent if context is None else weakref.ref(context)
         self._parameter: Callable[[], nn.Parameter | None] = weakref.ref(parameter)
         self._group = group
         self._new_shard = new_shard
@@ -151,7 +151,7 @@ class ShardedParameter:
 
     def forget(self) -> None:
         """Drop the reference to the parameter, which an engine owns from now on, even if the user has gathered it."""
-        self._parameter = _do_nothing
+        self._parameter = _no_referent
 
     def released_copy(self, kind: type[nn.Parameter]) -> nn.Parameter:
         """Return a new released parameter of class ``kind`` with a record of its own, whose shard is a copy of this
@@ -252,7 +252,7 @@ def sharded_record(parameter: object) -> ShardedParameter | None:
     return record
 
 
-def _do_nothing() -> None:
+def _no_referent() -> None:
     """Return None, in place of a weak reference to an object that is gone or was never there."""
     return None
 

@@ -42,10 +42,10 @@ def refuse_shared_storage(model: nn.Module) -> None:
     memory with each other, and one parameter may have several names (tied weights).
     """
     by_storage: dict[int, list[_NamedTensor]] = {}
-    for named in _tensors(model):
+    for named in _named_tensors(model):
         by_storage.setdefault(named.storage, []).append(named)
     for group in by_storage.values():
-        pair = _overlapping(sorted(group, key=lambda named: named.first)) if len(group) > 1 else None
+        pair = _first_overlap(sorted(group, key=lambda named: named.first)) if len(group) > 1 else None
         if pair is not None:
             one, other = pair
             raise PartitionError(
@@ -71,7 +71,7 @@ def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
     for group in by_storage.values():
         # each one's `parameter.data` above is one more tensor in that memory
         others = not is_fake(group[0].tensor) and sharers(group[0].tensor) > 2 * len(group)
-        if others or _overlapping(sorted(group, key=lambda named: named.first)) is not None:
+        if others or _first_overlap(sorted(group, key=lambda named: named.first)) is not None:
             for named in group:
                 held[int(named.name)] = True
     return held
@@ -85,7 +85,7 @@ def first_sharing(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
         for named in _byte_range("parameter", name, tensor):
             by_storage.setdefault(named.storage, []).append(named)
     for group in by_storage.values():
-        if pair := _overlapping(sorted(group, key=lambda named: named.first)):
+        if pair := _first_overlap(sorted(group, key=lambda named: named.first)):
             return pair[0].name, pair[1].name
     return None
 
@@ -116,9 +116,9 @@ def warn_of_aliases(model: nn.Module) -> None:
     Garbage is collected first, so that what only garbage holds does not count. Users of memory that torch does not know
     of (`torch.from_numpy`) are not seen, and memory that a closed engine has left is passed over.
     """
-    names = _aliased(model)
+    names = _aliased_parameters(model)
     if names and gc.collect():
-        names = _aliased(model)
+        names = _aliased_parameters(model)
     if names:
         logger.warning(
             "%s: other code holds a tensor or an array in this memory (what `.data`, `.detach()`, `.numpy()` or "
@@ -130,11 +130,11 @@ def warn_of_aliases(model: nn.Module) -> None:
         )
 
 
-def _aliased(model: nn.Module) -> list[str]:
+def _aliased_parameters(model: nn.Module) -> list[str]:
     """Return the names of the parameters of ``model`` in whose memory there are tensors or arrays that are not the
     model's."""
     by_storage: dict[int, list[_NamedTensor]] = {}
-    for named in _tensors(model):
+    for named in _named_tensors(model):
         by_storage.setdefault(named.storage, []).append(named)
     found: list[str] = []
     replaced = Counter(map(storage_address, _replaced_before_use(model)))
@@ -155,7 +155,7 @@ def _replaced_before_use(model: nn.Module) -> Iterator[torch.Tensor]:
                 yield getattr(module, hook.name)
 
 
-def _tensors(model: nn.Module) -> Iterator[_NamedTensor]:
+def _named_tensors(model: nn.Module) -> Iterator[_NamedTensor]:
     """Yield the parameters and buffers of ``model`` whose memory `_byte_range` can tell."""
     for name, parameter in model.named_parameters():
         yield from _byte_range("parameter", name, parameter.data)
@@ -180,7 +180,7 @@ def _byte_range(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_NamedTe
     yield _NamedTensor(kind, name, tensor, storage_address(tensor), first, end)
 
 
-def _overlapping(group: list[_NamedTensor]) -> tuple[_NamedTensor, _NamedTensor] | None:
+def _first_overlap(group: list[_NamedTensor]) -> tuple[_NamedTensor, _NamedTensor] | None:
     """Return the first two tensors of ``group`` that share an element and are not both buffers; None if there are none.
 
     ``group``: tensors of one storage, sorted by their first bytes.

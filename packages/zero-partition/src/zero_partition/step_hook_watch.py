@@ -69,7 +69,7 @@ class StepHookWatch:
         unit, number = self._places[id(parameter)]
         gradients = self._gradients.get(unit.index)
         if gradients is not None and gradients.touched[number] and is_user_access():
-            self._refuse(parameter, "p.grad", "the optimizer has the gradient")
+            self._refuse_use(parameter, "p.grad", "the optimizer has the gradient")
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
         """Raise `PartitionError` if the torch function named ``call`` would read old weights of ``parameter``, or write
@@ -82,11 +82,11 @@ class StepHookWatch:
         if not unit.plan.trainable or (self._updated and unit.master is unit.flat):
             return
         if writes:
-            self._refuse(parameter, f"{call} would write", "the step would not know of it")
+            self._refuse_use(parameter, f"{call} would write", "the step would not know of it")
         if self._updated:
-            self._refuse(parameter, f"{call} would read", "the model gets the new weights when the hooks are done")
+            self._refuse_use(parameter, f"{call} would read", "the model gets the new weights when the hooks are done")
 
-    def _refuse(self, parameter: nn.Parameter, use: str, why: str) -> NoReturn:
+    def _refuse_use(self, parameter: nn.Parameter, use: str, why: str) -> NoReturn:
         """Raise `PartitionError` with the message "``use`` of the model's parameter ... in a step hook of the
         optimizer: ``why``"."""
         unit, number = self._places[id(parameter)]
@@ -110,7 +110,7 @@ def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {
-        "__torch_function__": classmethod(_call),
+        "__torch_function__": classmethod(_call_checked),
         "data": property(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
         "detach": torch.Tensor.detach,
         "__module__": kind.__module__,
@@ -122,7 +122,7 @@ def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return made
 
 
-def _call(
+def _call_checked(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Check the uses of parameters by torch function ``func``, then run it and return its result. The

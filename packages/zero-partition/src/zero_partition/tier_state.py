@@ -281,7 +281,7 @@ class TierState(MutableMapping[str, Any]):
                 raise PartitionError(
                     f"optimizer.state of parameter '{self.name}': a tier keeps {sorted(kinds)} of it "
                     f"(offload_optimizer), as tensors of {self._owned.fragment.length} elements, got '{kind}': "
-                    f"{_described(value)}. Nothing was changed."
+                    f"{_describe_value(value)}. Nothing was changed."
                 )
             packed[kind] = int(value) if kind == _STEP else torch.as_tensor(value).detach().flatten().cpu()
         return packed
@@ -299,6 +299,6 @@ class TierState(MutableMapping[str, Any]):
         check_same_parameter(self.name, kind, value)
 
 
-def _described(value: object) -> str:
+def _describe_value(value: object) -> str:
     """Return words for error messages that describe a value: a tensor's shape, or the repr of anything else."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

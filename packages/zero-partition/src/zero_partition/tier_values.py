@@ -73,8 +73,7 @@ class TierWindow:
         return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
 
     def refresh(self) -> None:
-        """Copy the tier's values into this memory if they may have changed; do nothing once the window is disconnected.
-        """
+        """Copy the tier's values into this memory if they may have changed; do nothing once the window is disconnected."""
         self.state.store_assigned()
         if self._version != self.state.version() and self.state.is_current_window(self):
             self.values.copy_(self.state.read(self.kind).view_as(self.values))
@@ -87,7 +86,7 @@ class TierWindow:
             self._version = self.state.version()
 
 
-def _call(
+def _call_on_tier(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Run torch function ``func`` on the tier's present values, write to the tier what it wrote, and return its result.
@@ -145,7 +144,7 @@ class TierValue(GuardedTensor, torch.Tensor):
         it."""
         return self.window.state.reference if self.is_guarded else None
 
-    __torch_function__: ClassVar[Any] = classmethod(_call)
+    __torch_function__: ClassVar[Any] = classmethod(_call_on_tier)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a plain copy of the tier's present values."""

@@ -32,8 +32,8 @@ class TiledLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_sizes = _sizes("in", in_features, in_splits)
-        self.out_sizes = _sizes("out", out_features, out_splits)
+        self.in_sizes = _slice_sizes("in", in_features, in_splits)
+        self.out_sizes = _slice_sizes("out", out_features, out_splits)
         self.in_features, self.out_features = in_features, out_features
         self.tiles = nn.ModuleList()
         for rows in self.out_sizes:
@@ -83,7 +83,7 @@ class TiledLinear(nn.Module):
         return torch.cat(outputs, dim=-1)
 
 
-def _sizes(which: str, features: int, splits: int) -> list[int]:
+def _slice_sizes(which: str, features: int, splits: int) -> list[int]:
     """Return the sizes of ``splits`` nearly equal slices of ``features``, the larger ones first.
 
     ``which``: "in" or "out", for the error. Raises `PartitionError` unless 1 <= ``splits`` <= ``features``.

@@ -80,7 +80,7 @@ class UnitByUnit:
         self._parts.liveness.check()
         places = self._modules.find()
         threads = [MicroBatchThread(n, partial(body, _backpropagate), self._device) for n, body in enumerate(bodies)]
-        with _diverted(places, partial(_visit, around_inputs)), self._passes_paused():
+        with _calls_diverted(places, partial(_call_as_visit, around_inputs)), self._passes_paused():
             _StepByUnit(self._gradients, self._parts, threads, self._known).run()
 
     @contextmanager
@@ -299,7 +299,7 @@ class _StepByUnit:
         for number, kind in enumerate(kinds):
             if kind != first:
                 raise PartitionError(
-                    f"{CALL}: micro-batch 0 {_says(first)} while micro-batch {number} {_says(kind)}. Every micro-batch "
+                    f"{CALL}: micro-batch 0 {_describe_request(first)} while micro-batch {number} {_describe_request(kind)}. Every micro-batch "
                     "has to visit the same modules in the same order; else use the ordinary loop of engine(batch), "
                     "engine.backward and engine.step."
                 )
@@ -319,7 +319,7 @@ def _backpropagate(loss: torch.Tensor) -> None:
         torch.autograd.backward(loss)
 
 
-def _says(kind: tuple[str, bool] | None) -> str:
+def _describe_request(kind: tuple[str, bool] | None) -> str:
     """Return words for an error message about what a micro-batch does.
 
     ``kind``: None if it has ended, else its module's name and whether it waits for the module's backward.
@@ -329,7 +329,7 @@ def _says(kind: tuple[str, bool] | None) -> str:
     return f"runs {'the backward of ' if kind[1] else ''}module '{kind[0]}'"
 
 
-def _visit(around_inputs: Around, place: Place, *args: Any, **kwargs: Any) -> Any:
+def _call_as_visit(around_inputs: Around, place: Place, *args: Any, **kwargs: Any) -> Any:
     """Call the module at ``place`` with ``args`` and ``kwargs`` and return its result: as a visit in a micro-batch's
     thread, directly in any other. ``around_inputs``: the contexts in which autograd saves the visit's inputs."""
     thread = threading.current_thread()
@@ -339,7 +339,7 @@ def _visit(around_inputs: Around, place: Place, *args: Any, **kwargs: Any) -> An
 
 
 @contextmanager
-def _diverted(places: Sequence[Place], call: Callable[..., Any]) -> Iterator[None]:
+def _calls_diverted(places: Sequence[Place], call: Callable[..., Any]) -> Iterator[None]:
     """Have calls of the modules at ``places`` run ``call(place, *args, **kwargs)`` instead, inside the block."""
     before = [place.module._compiled_call_impl for place in places]
     for place in places:

@@ -152,7 +152,7 @@ class UnitEdits:
         values and renewed; other changes are found again by the next call.
         """
         is_untouched = untouched(self._parameters, views, self._dtypes, self._versions)
-        numbers = [] if is_untouched and not self._is_lent_written() else self._different(views)
+        numbers = [] if is_untouched and not self._is_lent_written() else self._find_different(views)
         if self._checksums is not None:
             compare_checksums([(self, views)])
             written, self._compared = self._compared or [], None
@@ -167,7 +167,7 @@ class UnitEdits:
         for number, (parameter, tensor) in enumerate(zip(self._parameters, placeholders, strict=True)):
             if not parameter.is_set_to(tensor) or parameter.dtype is not self._dtype:
                 given = _data(parameter)
-                problem = self._misfit(given, tensor) or _nan_in(given)
+                problem = self._misfit_reason(given, tensor) or _nan_reason(given)
                 if problem:
                     self.refused[number] = f"{problem} while it was released"
                 else:
@@ -188,7 +188,7 @@ class UnitEdits:
             values = self._new_values(number, view)
             if values is not None:
                 self.pending[number] = values
-        elif problem := self._misfit(_data(parameter), view):
+        elif problem := self._misfit_reason(_data(parameter), view):
             self.refused[number] = problem
         else:
             self.pending[number] = _data(parameter)
@@ -257,7 +257,7 @@ class UnitEdits:
         alias, version = self._lent.get(number, (None, 0))
         return alias is not None and alias._version != version
 
-    def _different(self, views: Sequence[torch.Tensor]) -> list[int]:
+    def _find_different(self, views: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the parameters that differ from their ``views`` in address or dtype, or were written,
         also through an alias that `lend` has returned."""
         return [
@@ -275,13 +275,13 @@ class UnitEdits:
         self._note_seen(number)
         given = _data(self._parameters[number])
         if given.shape != view.shape or given.is_meta:
-            self.refused[number] = self._misfit(given, view)
+            self.refused[number] = self._misfit_reason(given, view)
             return None
         if given.dtype is not self._dtype and torch.equal(view.to(given.dtype), given):
             return None
         return given.to(self._dtype, copy=True)
 
-    def _misfit(self, given: torch.Tensor, expected: torch.Tensor) -> str:
+    def _misfit_reason(self, given: torch.Tensor, expected: torch.Tensor) -> str:
         """Return why ``given`` cannot replace ``expected`` (another shape or dtype, or the meta device), as the rest of
         a sentence about the parameter; "" if it can."""
         if given.shape != expected.shape:
@@ -305,9 +305,8 @@ def compare_checksums(units: Sequence[tuple[UnitEdits, Sequence[torch.Tensor]]])
         edits._checksums, edits._compared = now, written
 
 
-def _nan_in(values: torch.Tensor) -> str:
-    """Return why ``values`` are refused if one is NaN, as the rest of a sentence about their parameter; "" if none is.
-    """
+def _nan_reason(values: torch.Tensor) -> str:
+    """Return why ``values`` are refused if one is NaN, as the rest of a sentence about their parameter; "" if none is."""
     if bool(torch.isnan(values).any()):
         return "was given values with NaN, which is what a released parameter reads as,"
     return ""

@@ -91,8 +91,8 @@ def plan_units(
     name, computes. Parameters that cannot be sharded (empty, not floating point, tensor subclasses) are left out;
     `replicated_parameters` lists them.
     """
-    owners = _owners(model)
-    groups = _merge(_walk("", model, limits, is_leaf), limits)
+    owners = _owners_by_parameter(model)
+    groups = _merge_small(_divide("", model, limits, is_leaf), limits)
     plans: dict[tuple[str, torch.dtype, bool, bool], UnitPlan] = {}
     placed: set[int] = set()
     for group in groups:
@@ -145,7 +145,7 @@ def check_trainable_shards(model: nn.Module) -> None:
             )
 
 
-def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
+def _owners_by_parameter(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
     """Return, by id of a parameter, the modules that have it as their own, by name in the model; a tied parameter has
     several."""
     owners: dict[int, dict[str, nn.Module]] = {}
@@ -156,7 +156,7 @@ def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
     return owners
 
 
-def _walk(
+def _divide(
     name: str, module: nn.Module, limits: UnitLimits, is_leaf: Callable[[str, nn.Module], bool]
 ) -> Iterator[_Group]:
     """Yield groups in module order: the own parameters of ``module``, called ``name``, first, then its children.
@@ -165,11 +165,11 @@ def _walk(
     ModuleDict, the child is not one itself, and it fits ``limits``. Others are divided in turn; those without
     parameters are left out.
     """
-    own = {_join(name, key): p for key, p in module._parameters.items() if p is not None}
+    own = {_dotted_name(name, key): p for key, p in module._parameters.items() if p is not None}
     if own:
         yield _Group(name or "root", {name: module}, own)
     for key, child in module.named_children():
-        child_name = _join(name, key)
+        child_name = _dotted_name(name, key)
         whole = dict(_named_parameters(child_name, child))
         numel = sum(p.numel() for p in whole.values())
         if not whole:
@@ -179,7 +179,7 @@ def _walk(
         elif isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS) and numel <= limits.most_of(child):
             yield _Group(child_name, {child_name: child}, whole, mergeable=numel < limits.min_numel)
         else:
-            yield from _walk(child_name, child, limits, is_leaf)
+            yield from _divide(child_name, child, limits, is_leaf)
 
 
 def _holds_layers(subtree: nn.Module) -> bool:
@@ -189,7 +189,7 @@ def _holds_layers(subtree: nn.Module) -> bool:
     return any(sum(any(True for _ in element.children()) for element in found.children()) >= 2 for found in lists)
 
 
-def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
+def _merge_small(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
     """Return ``groups`` with neighbours merged up to ``limits.min_numel`` elements, so that no collective is tiny; a
     group that is not ``mergeable`` stays as it is."""
     merged: list[_Group] = []
@@ -207,10 +207,10 @@ def _named_parameters(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.
     """Yield (name in the model, parameter) for ``module`` and its submodules; ``prefix``: the module's name in the
     model."""
     for name, parameter in module.named_parameters():
-        yield _join(prefix, name), parameter
+        yield _dotted_name(prefix, name), parameter
 
 
-def _join(prefix: str, name: str) -> str:
+def _dotted_name(prefix: str, name: str) -> str:
     """Return ``name`` below ``prefix``, joined by a dot; ``name`` alone for an empty prefix."""
     return f"{prefix}.{name}" if prefix else name
 

@@ -79,7 +79,7 @@ class UserEdits:
         ``key``: the kind of forward pass; those numbered 1, 2, 4, 8, … of each kind take checksums, as these read every
         element.
         """
-        self._cast_outside |= self._casts() - self._cast_inside
+        self._cast_outside |= self._find_casts() - self._cast_inside
         self._passes[key] = number = self._passes.get(key, 0) + 1
         compares = _is_power_of_two(number)
         if compares is not self._compares:
@@ -90,7 +90,7 @@ class UserEdits:
     def forward_ends(self) -> None:
         """Record which parameters were cast to another dtype inside the forward pass; the step undoes such casts
         instead of refusing them."""
-        self._cast_inside |= self._casts() - self._cast_outside
+        self._cast_inside |= self._find_casts() - self._cast_outside
 
     @without_torch_function
     def report(self, kind: str, *, in_pass: bool) -> Found:
@@ -104,7 +104,7 @@ class UserEdits:
         if in_pass or kind == "changes in gathered":
             return {}
         if kind not in _LOOKS_AWAY:
-            self._look(kind)
+            self._find_edits(kind)
         if not any(map(_PENDING, self._units)) and not any(map(_REFUSED, self._units)):
             return {}
         found: Found = {}
@@ -164,17 +164,19 @@ class UserEdits:
         """
         keys = dict.fromkeys(key for answer in found for key in answer)
         answers: Answers = {key: [answer.get(key) for answer in found] for key in keys}
-        refused = {key: why for key, by_rank in answers.items() if (why := _disagreement(by_rank))}
+        refused = {key: why for key, by_rank in answers.items() if (why := _disagreement_reason(by_rank))}
         copy_pending(self._units)
         overwritten = self._restore_values({key: answers[key] for key in refused})
-        restored = {self._parameter(key)[0] for key in refused}
+        restored = {self._parameter_of_key(key)[0] for key in refused}
         for unit in self._units:
             edits = unit.edits
             if not edits.pending and unit not in restored:
                 continue
             recorded = edits.has_checksums and unit.state is UnitState.GATHERED
             adopted = {n: v for n, v in edits.pending.items() if f"{unit.index}.{n}" not in refused}
-            adopted |= dict.fromkeys(number for owner, number in map(self._parameter, overwritten) if owner is unit)
+            adopted |= dict.fromkeys(
+                number for owner, number in map(self._parameter_of_key, overwritten) if owner is unit
+            )
             if adopted:
                 unit.adopt_values(adopted)
             else:
@@ -195,7 +197,7 @@ class UserEdits:
         """
         overwritten: list[str] = []
         for key, by_rank in answers.items():
-            unit, number = self._parameter(key)
+            unit, number = self._parameter_of_key(key)
             intact = [rank for rank, text in enumerate(by_rank) if text is None or text[:1] != _IN_VIEW]
             if unit.releasable or len(intact) == len(by_rank):
                 continue
@@ -208,7 +210,7 @@ class UserEdits:
                 view.copy_(sent)
         return overwritten
 
-    def _parameter(self, key: str) -> tuple[Unit, int]:
+    def _parameter_of_key(self, key: str) -> tuple[Unit, int]:
         """Return (unit, index in the unit) of the parameter that ``key``, a key of `Found`, stands for."""
         index, _, number = key.partition(".")
         return self._units[int(index)], int(number)
@@ -219,7 +221,7 @@ class UserEdits:
         ``overwritten``: keys of those whose former value is lost. ``kind``: of the message that carried the reports.
         """
         first, *others = refused
-        unit, number = self._parameter(first)
+        unit, number = self._parameter_of_key(first)
         if refused[first].startswith(_SWAPPED):
             return f"parameter '{unit.names[number]}' {refused[first]}. {_AFTER_SWAP}"
         value = (
@@ -241,7 +243,7 @@ class UserEdits:
                 unit.edits.record_checksums(unit.views)
 
     @without_torch_function
-    def _casts(self) -> set[tuple[int, int]]:
+    def _find_casts(self) -> set[tuple[int, int]]:
         """Return (unit index, index in the unit) of each parameter that stays gathered and has another dtype than its
         unit now."""
         if dtypes(self._parameters) == self._dtypes:
@@ -253,7 +255,7 @@ class UserEdits:
         `_are_as_left` compares with the present ones at once."""
         self._versions = [version for unit in self._staying for version in unit.edits.versions]
 
-    def _look(self, kind: str) -> None:
+    def _find_edits(self, kind: str) -> None:
         """Look for edits of user code in all units, which keep what is found (`UnitEdits.pending`, `refused`).
 
         ``kind``: of the message that is about to be sent; "forward" leaves out units that stay gathered, "close" the
@@ -320,7 +322,7 @@ class UserEdits:
         return hashlib.blake2b(plain.numpy().data, digest_size=8).hexdigest()
 
 
-def _disagreement(by_rank: Sequence[str | None]) -> str:
+def _disagreement_reason(by_rank: Sequence[str | None]) -> str:
     """Return why an edit cannot be applied, as the rest of a sentence about the parameter; "" if it can.
 
     ``by_rank``: the parameter's entry in each rank's `Found`, None where it has none. An edit can be applied if all

@@ -181,7 +181,7 @@ class UserGradients:
         Parameters that are not trained are ignored. Unless all become None, gradients that user code wrote are taken
         first. `discards` changes if the gradients of any unit concerned are averages.
         """
-        numbers = self._numbers(parameters)
+        numbers = self._numbers_by_unit(parameters)
         if not numbers:
             return
         reduced = any(self._gradients[index].is_reduced for index in numbers)
@@ -206,8 +206,7 @@ class UserGradients:
         self.discards = 0
 
     def reset(self) -> None:
-        """Drop all gradients, forget what user code has written, edited or discarded, and set every ``.grad`` to None.
-        """
+        """Drop all gradients, forget what user code has written, edited or discarded, and set every ``.grad`` to None."""
         self._clear()
         self.forget()
 
@@ -313,7 +312,7 @@ class UserGradients:
         self._edited.difference_update(set(units))
         self._note_left()
 
-    def _numbers(self, parameters: Iterable[nn.Parameter] | None) -> Mapping[int, Sequence[int]]:
+    def _numbers_by_unit(self, parameters: Iterable[nn.Parameter] | None) -> Mapping[int, Sequence[int]]:
         """Return, by unit index, the numbers of the unit's parameters that are among ``parameters`` (None: all); units
         without any are left out."""
         if parameters is None:

@@ -45,12 +45,12 @@ class VisitedModules:
         """Add to the found modules those among ``module``, whose name is ``name``, and the modules inside it. Raises
         `PartitionError` as `find` does for a larger module."""
         inside = f"{name}." if name else ""
-        used = self._used(name)
+        used = self._units_used_by(name)
         below = {
             index: unit
             for other in self._hooks.watches
             if other != name and other.startswith(inside)
-            for index, unit in self._used(other).items()
+            for index, unit in self._units_used_by(other).items()
         }
         own = [unit for unit in used.values() if unit.releasable]
         together = used | below
@@ -70,8 +70,7 @@ class VisitedModules:
         for key, child in module.named_children():
             self._collect(f"{inside}{key}", child)
 
-    def _used(self, name: str) -> dict[int, Unit]:
-        """Return, by index, the units that the module called ``name`` uses itself, not only through modules inside it.
-        """
+    def _units_used_by(self, name: str) -> dict[int, Unit]:
+        """Return, by index, the units that the module called ``name`` uses itself, not only through modules inside it."""
         watch = self._hooks.watches.get(name)
         return {} if watch is None else {unit.index: unit for unit in watch.units}

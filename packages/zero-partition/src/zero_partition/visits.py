@@ -128,7 +128,7 @@ class Visit:
         """
         self._generators = self.thread.generators.copy()
         buffers = WatchedBuffers(self.place.module, by_value=is_new)
-        inputs, output = self._run(tensors)
+        inputs, output = self._run_module(tensors)
         self._refuse_kept(buffers)
         leaves, self._output_spec = tree_flatten(output)
         foreign = next((x for x in leaves if not isinstance(x, (torch.Tensor, *_PLAIN))), None)
@@ -162,11 +162,11 @@ class Visit:
             return _backpropagate(*graph, gradients)
         with statistics_kept(self.place.module):
             with cast(GeneratorStates, self._generators).copy().in_force():
-                inputs, output = self._run(tensors)
+                inputs, output = self._run_module(tensors)
             outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
             return _backpropagate(inputs, outputs, gradients)
 
-    def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    def _run_module(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Call the module as the micro-batch did, but with new leaves of the graph (views of them) in place of the
         input ``tensors``. Return (leaves, output). Raises `PartitionError` if the module has changed one of its
         arguments."""
@@ -184,12 +184,12 @@ class Visit:
                 output = self.place.call(*args, **kwargs)
             except RuntimeError as failure:
                 if _WROTE_A_LEAF in str(failure):
-                    raise self._wrote("an argument that requires gradients, or a parameter") from failure
+                    raise self._in_place_error("an argument that requires gradients, or a parameter") from failure
                 raise
         for number, tensor in enumerate(tensors):
             if tensor._version != versions[number]:
                 place = next(path for path, leaf in tree_flatten_with_path((args, kwargs))[0] if leaf is inputs[number])
-                raise self._wrote(f"argument {keystr(place[1:])}, a tensor of shape {list(tensor.shape)},")
+                raise self._in_place_error(f"argument {keystr(place[1:])}, a tensor of shape {list(tensor.shape)},")
         after, spec = tree_flatten((args, kwargs))
         if spec != self._spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
             raise PartitionError(
@@ -199,9 +199,8 @@ class Visit:
             )
         return starts, output
 
-    def _wrote(self, what: str) -> PartitionError:
-        """Return the error for a module that has written in place to ``what``, a phrase for an argument or parameter.
-        """
+    def _in_place_error(self, what: str) -> PartitionError:
+        """Return the error for a module that has written in place to ``what``, a phrase for an argument or parameter."""
         return PartitionError(
             f"train_batch: module '{self.place.name}' changed {what} in place, and its forward runs twice for each "
             f"micro-batch, the second time with what it left: write x = x * 2, not x *= 2, in it, or {_LOOP}."

@@ -45,7 +45,7 @@ def refuse_wrappers(partition: Trains) -> Callable[[], object]:
             and (owner := reference()) is not None
             and owner.trains(child)
         ):
-            _refuse(type(parent).__name__)
+            _refuse_wrapper(type(parent).__name__)
 
     return register_module_module_registration_hook(registered).remove
 
@@ -57,7 +57,7 @@ def register_unless_wrapper(
     method of engines. Raises `PartitionError` for a hook of torch's functions `fully_shard` and `replicate`, which
     install it before they change parameters."""
     if _is_from_wrappers(getattr(hook, "__module__", None) or ""):
-        _refuse("fully_shard or replicate")
+        _refuse_wrapper("fully_shard or replicate")
     return nn.Module.register_forward_pre_hook(engine, hook, prepend=prepend, with_kwargs=with_kwargs)
 
 
@@ -66,7 +66,7 @@ def _is_from_wrappers(module: str) -> bool:
     return f"{module}.".startswith(WRAPPERS)
 
 
-def _refuse(wrapper: str) -> NoReturn:
+def _refuse_wrapper(wrapper: str) -> NoReturn:
     """Raise `PartitionError`: ``wrapper``, the name of a class or function of torch, was put around a model or an
     engine."""
     raise PartitionError(

@@ -167,7 +167,7 @@ def engine_memory(shape: Transformer, setup: Setup, load: MomentLoad) -> tuple[S
     units, kept = engine_units(shape, setup.stage), GradientBytes.of(setup)
     shards = sum(setup.shard(unit.elements) for unit in units)
     on_host = StateRow("averaged gradients", "host", kept.averaged * shards if averaged_at == "host" else 0)
-    moments = list(_moments(shape, units, setup, load, kept, averaged=averaged_at == "device"))
+    moments = list(_moments_of_step(shape, units, setup, load, kept, averaged=averaged_at == "device"))
     most = max(moments, key=lambda rows: sum(rows.values()))
     return (
         *(StateRow(kind, "device", nbytes) for kind, nbytes in most.items() if nbytes),
@@ -175,7 +175,7 @@ def engine_memory(shape: Transformer, setup: Setup, load: MomentLoad) -> tuple[S
     )
 
 
-def _moments(
+def _moments_of_step(
     shape: Transformer,
     units: tuple[EngineUnit, ...],
     setup: Setup,
@@ -193,7 +193,7 @@ def _moments(
     full = [ranks * setup.shard(unit.elements) for unit in units]
     share = ranks if setup.stage else 1  # averages are full at stage 0
     held = {"gradients": (kept.flat + kept.shown) * sum(full)}
-    gathered = list(_gathered(units, setup))
+    gathered = list(_gathered_bytes(units, setup))
     collected = kept.averaged * (sum(full) // share) * (averaged and kept.collects)
     blocks = shape.layers
     yield {
@@ -229,7 +229,7 @@ def _moments(
     }
 
 
-def _gathered(units: Sequence[EngineUnit], setup: Setup) -> Iterator[int]:
+def _gathered_bytes(units: Sequence[EngineUnit], setup: Setup) -> Iterator[int]:
     """Yield the bytes of gathered parameters while backward is at each of ``units``, in their order; 0 below stage 3.
 
     The next units are gathered ahead as `zero_partition.gatherer.Gatherer` does; parameters that are never released

@@ -219,7 +219,7 @@ class _Drive:
         self._write_file()
         best: dict[str, float] = {}
         for number in range(REPETITIONS):
-            passed, whole = self._pass()
+            passed, whole = self._pass_once()
             if number and not whole:
                 break
             for key, rate in passed.items():
@@ -237,7 +237,7 @@ class _Drive:
                 self._windows = self._windows[: number + 1]
                 return
 
-    def _pass(self) -> tuple[dict[str, float], bool]:
+    def _pass_once(self) -> tuple[dict[str, float], bool]:
         """Make one pass over the file, in which each window of blocks is written, read, and half of it written while
         the other half is read. Return (rates in bytes/s by the machine's keys, whether it came to the end of the file
         in time).
@@ -249,7 +249,7 @@ class _Drive:
             ways: dict[str, Callable[[], list[Any]]] = {
                 "disk.write": partial(self._write, window),
                 "disk.read": partial(self._read, window),
-                "disk.read_and_write": partial(self._both, window[:half], window[half:]),
+                "disk.read_and_write": partial(self._write_and_read, window[:half], window[half:]),
             }
             for key, start in ways.items():
                 begin = time.perf_counter()
@@ -268,7 +268,7 @@ class _Drive:
         """Start to read the blocks with the numbers ``blocks``; return the pending requests."""
         return [self._engine.read(self._file, self._into, n * BLOCK_BYTES) for n in blocks]
 
-    def _both(self, written: range, read: range) -> list[Any]:
+    def _write_and_read(self, written: range, read: range) -> list[Any]:
         """Start to write the blocks with the numbers ``written`` and to read those with the numbers ``read``; return
         the pending requests.
         """

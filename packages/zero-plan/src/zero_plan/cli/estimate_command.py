@@ -60,10 +60,10 @@ def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.Argumen
         run.add_argument(f"--{name}", action="store_true", help="ZeRO++")
     add_set_option(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object: bytes, operations, seconds")
-    parser.set_defaults(run=_estimate)
+    parser.set_defaults(run=_run_estimate)
 
 
-def _estimate(options: argparse.Namespace) -> int:
+def _run_estimate(options: argparse.Namespace) -> int:
     """Print the estimate that the options of `zero-plan estimate` ask for; return the exit status (see `fit_status`).
     Raises `PlanError` for options that do not go together and for a machine that lacks a value.
     """

@@ -45,10 +45,10 @@ def add_fit_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--nvme-path", metavar="FOLDER", help="of offload to NVMe in that configuration")
     add_set_option(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object: bytes and seconds")
-    parser.set_defaults(run=_fit)
+    parser.set_defaults(run=_run_fit)
 
 
-def _fit(options: argparse.Namespace) -> int:
+def _run_fit(options: argparse.Namespace) -> int:
     """Print the result of the search that the options of `zero-plan fit` ask for, and write the first setup to
     ``--write``; return the exit status, 1 if no setup fits. Raises `PlanError` for wrong options and for a file that
     cannot be written.
@@ -60,7 +60,7 @@ def _fit(options: argparse.Namespace) -> int:
             shape, machine, train_batch=options.train_batch, world_size=options.world_size, dtype=options.dtype
         )
     if options.json:
-        print(json.dumps(_as_dict(found, options.show), indent=2))
+        print(json.dumps(_search_as_dict(found, options.show), indent=2))
     else:
         _print_search(found, options.show)
     if not found.fitting:
@@ -102,7 +102,7 @@ def _format_needs(candidate: EstimatedChoice) -> list[str]:
     ]
 
 
-def _as_dict(found: Search, count: int) -> dict[str, object]:
+def _search_as_dict(found: Search, count: int) -> dict[str, object]:
     """Return the first ``count`` setups of ``found`` that fit, and the rejected neighbours, as plain data for JSON."""
     fitting = [
         {

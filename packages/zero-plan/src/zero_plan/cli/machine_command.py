@@ -41,7 +41,7 @@ def add_machine_command(subparsers: argparse._SubParsersAction[argparse.Argument
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--toml", action="store_true", help="print the file instead of a table")
     form.add_argument("--json", action="store_true", help="print one JSON object; numbers in bytes, bytes/s, FLOP/s")
-    parser.set_defaults(run=_machine)
+    parser.set_defaults(run=_run_machine)
 
 
 def add_probe_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,7 +58,7 @@ def add_probe_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     parser.add_argument("--disk", metavar="FOLDER", help="a folder on the drives to measure; default: no drives")
     parser.add_argument("--disk-size", default="1 GiB", metavar="SIZE", help="of the file that is written and read")
     add_set_option(parser)
-    parser.set_defaults(run=_probe)
+    parser.set_defaults(run=_run_probe)
 
 
 def add_set_option(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def parse_overrides(words: list[str]) -> dict[str, object]:
     return found
 
 
-def _machine(options: argparse.Namespace) -> int:
+def _run_machine(options: argparse.Namespace) -> int:
     """Print the machine that the options of `zero-plan machine` name, or the presets if they name none; return 0.
     Raises `PlanError` for an unknown machine or value.
     """
@@ -109,7 +109,7 @@ def _machine(options: argparse.Namespace) -> int:
     return 0
 
 
-def _probe(options: argparse.Namespace) -> int:
+def _run_probe(options: argparse.Namespace) -> int:
     """Measure this machine, and print the machine file or write it to ``--out``; return 0. Raises `PlanError` if a
     package or folder is missing or the file cannot be written.
     """

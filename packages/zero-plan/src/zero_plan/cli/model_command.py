@@ -41,10 +41,10 @@ def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         help="a micro-batch: samples x tokens, or samples",
     )
     add_plan_arguments(parser)
-    parser.set_defaults(run=_model)
+    parser.set_defaults(run=_run_model)
 
 
-def _model(options: argparse.Namespace) -> int:
+def _run_model(options: argparse.Namespace) -> int:
     """Print the plan of the Transformers model that the options of `zero-plan model` describe; return the exit status
     of `print_plan`. Raises `PlanError` for a run that cannot be planned, also if the engine refuses the configuration.
     """

@@ -38,10 +38,10 @@ def add_run_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "--config", metavar="FILE", help="the engine's configuration, instead of the script's; \"auto\" is the script's"
     )
     add_plan_arguments(parser)
-    parser.set_defaults(run=_run, script_arguments=())
+    parser.set_defaults(run=_run_script_plan, script_arguments=())
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_script_plan(options: argparse.Namespace) -> int:
     """Print the plan of the script that the options of `zero-plan run` name; return the exit status of `print_plan`.
     Lines of code that got guessed values are printed to standard error. Raises `PlanError` for a script that cannot be
     planned and for wrong options.

@@ -119,7 +119,7 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = _without_device_index(kwargs or {})
         outermost, self._in_operation = not self._in_operation, True
         try:
-            result = self._run(func, types, args, kwargs)
+            result = self._run_on_shapes(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return self._value_for_read(func, args, error)
         except FakeTensorDeviceMismatchError as error:
@@ -137,7 +137,7 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                     self._memory.track(tensor)
         return result
 
-    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _run_on_shapes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of an operation, by a shortcut that knows it or by torch's fake mode. Raises
         `DataDependentOutputException` for one that reads the value of a tensor without values.
         """

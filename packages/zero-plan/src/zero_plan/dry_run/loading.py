@@ -68,14 +68,14 @@ class SavedRun:
         """Return a manifest of the checkpoint with all slices that the rank of ``loader`` reads, and the names of all
         parameters. ``loader``: the part that this rank itself would save.
         """
-        first = self._part(0)
-        merged = merge_manifests([self._part(rank).manifest for rank in sorted(writers(first, loader))])
+        first = self._part_of(0)
+        merged = merge_manifests([self._part_of(rank).manifest for rank in sorted(writers(first, loader))])
         known = {tensor.name for tensor in merged.tensors if tensor.kind == "param"}
         entries = [entry for unit in first.layout.units for entry in unit.entries if entry.name not in known]
         unread = [TensorEntry(entry.name, "param", tuple(entry.shape), "F32", ()) for entry in entries]
         return replace(merged, tensors=(*merged.tensors, *unread))
 
-    def _part(self, rank: int) -> SavedPart:
+    def _part_of(self, rank: int) -> SavedPart:
         """Return the part of ``rank``; the first call for a rank that is not known runs its save."""
         if rank not in self._parts:
             self._parts[rank] = self._save(rank)

@@ -81,13 +81,13 @@ class LiveMemory:
         held = self.held.get(key)
         if held is None or held.reference() is not storage:
             reference = weakref.ref(storage, functools.partial(self._drop_freed, key))
-            tier, rows = self._assigned or (self._tier(tensor), ())
+            tier, rows = self._assigned or (self._tier_of(tensor), ())
             held = self.held[key] = LiveStorage(reference, 0, tier, self._where()[1], rows=rows)
         nbytes = storage.nbytes()
         if nbytes != held.nbytes:
             if held.nbytes:
                 self._resizing[key] = held
-            self._update(held, nbytes)
+            self._update_size(held, nbytes)
 
     def expect_resizing(self, tensor: torch.Tensor) -> None:
         """Read the size of the storage of ``tensor``, which must be tracked, again before each peak from now on, as
@@ -99,15 +99,15 @@ class LiveMemory:
     def reassign(self, held: LiveStorage, tier: str, rows: tuple[LiveRow, ...]) -> None:
         """Assign the tracked storage ``held`` to another tier and to the owners in ``rows``. `peak` does not change."""
         nbytes = held.nbytes
-        self._change(held, 0)
+        self._change_size(held, 0)
         held.tier, held.rows = tier, rows
-        self._change(held, nbytes)
+        self._change_size(held, nbytes)
 
     def refresh_sizes(self) -> None:
         """Read the size of every live storage again and correct `now`, for storages that were resized without a use of
         a tensor over them. `peak` does not change.
         """
-        self._refresh(self.held.values())
+        self._reread_sizes(self.held.values())
 
     def reset_peaks(self) -> None:
         """Forget the peaks: the present total of each tier becomes its peak."""
@@ -125,7 +125,7 @@ class LiveMemory:
         found.update(self._changed.get(tier, {}))
         return [(held, nbytes) for held, nbytes in found.values() if nbytes]
 
-    def _tier(self, tensor: torch.Tensor) -> str:
+    def _tier_of(self, tensor: torch.Tensor) -> str:
         """Return the tier of the memory of ``tensor``, as a key of `now`."""
         if tensor.device.type == self._kind:
             return "device"
@@ -133,27 +133,27 @@ class LiveMemory:
             return tensor.device.type
         return "pinned host" if tensor.is_pinned() else "pageable host"
 
-    def _update(self, held: LiveStorage, nbytes: int) -> None:
+    def _update_size(self, held: LiveStorage, nbytes: int) -> None:
         """Set the size of ``held`` to ``nbytes``. If its tier's total is a new peak then, record the peak and its
         place, and forget which storages have changed since the peak before.
         """
         tier = held.tier
-        self._change(held, nbytes)
+        self._change_size(held, nbytes)
         if self.now[tier] > self.peak.get(tier, 0):
-            self._refresh(self._resizing.values())
+            self._reread_sizes(self._resizing.values())
             if self.now[tier] > self.peak.get(tier, 0):
                 self.peak[tier] = self.now[tier]
                 self.peak_places[tier] = self._where()
                 self._changed[tier] = {}
 
-    def _refresh(self, storages: Iterable[LiveStorage]) -> None:
+    def _reread_sizes(self, storages: Iterable[LiveStorage]) -> None:
         """Read the sizes of ``storages`` again and correct `now`."""
         for held in list(storages):
             storage = held.reference()
             if storage is not None and storage.nbytes() != held.nbytes:
-                self._change(held, storage.nbytes())
+                self._change_size(held, storage.nbytes())
 
-    def _change(self, held: LiveStorage, nbytes: int) -> None:
+    def _change_size(self, held: LiveStorage, nbytes: int) -> None:
         """Set the size of ``held`` to ``nbytes`` and correct its tier's total; at the first change since the tier's
         peak remember the size that it had then.
         """
@@ -168,7 +168,7 @@ class LiveMemory:
         """
         held = self.held.get(key)
         if held is not None and held.reference() is None:
-            self._change(held, 0)
+            self._change_size(held, 0)
             del self.held[key]
             self._resizing.pop(key, None)
             if not self._changed[held.tier][id(held)][1]:

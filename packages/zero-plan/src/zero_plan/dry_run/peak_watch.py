@@ -57,8 +57,7 @@ class PeakWatch:
 
     @property
     def phase(self) -> str:
-        """The phase of training, to which later peaks belong. Setting it first finds the owners of the engine's memory.
-        """
+        """The phase of training, to which later peaks belong. Setting it first finds the owners of the engine's memory."""
         return self._phase
 
     @phase.setter
@@ -150,8 +149,7 @@ class PeakWatch:
         return Peak(tier, found, *self.memory.peak_places[tier], tuple(rows[:_OWNERS]), activations)
 
     def _assign_all_owners(self) -> None:
-        """Record the engine's units as the owners of its memory, optimizer states included; do nothing before `follow`.
-        """
+        """Record the engine's units as the owners of its memory, optimizer states included; do nothing before `follow`."""
         if self._engine is None:
             return
         self._assign_owners(self._engine.partition.units)
@@ -161,7 +159,7 @@ class PeakWatch:
         for owned in optimizer.fragments:
             for value in optimizer.state_of(owned).values():
                 if isinstance(value, torch.Tensor):
-                    self._assign(value, "optimizer states", owned.unit.name)
+                    self._assign_owner(value, "optimizer states", owned.unit.name)
 
     def _assign_owners(self, units: Iterable[Unit]) -> None:
         """Record ``units`` as the owners of the memory that the engine holds for them, except optimizer states. Do
@@ -171,10 +169,10 @@ class PeakWatch:
             return
         for unit in units:
             for kind, tensor in _held_for(self._engine, unit):
-                if self._assign(tensor, kind, unit.name) and kind == _RESIZED:
+                if self._assign_owner(tensor, kind, unit.name) and kind == _RESIZED:
                     self.memory.expect_resizing(tensor)
 
-    def _assign(self, tensor: torch.Tensor, kind: str, name: str) -> bool:
+    def _assign_owner(self, tensor: torch.Tensor, kind: str, name: str) -> bool:
         """Make (``kind``, ``name``) the owner of the storage of ``tensor``, if that is tracked and has no owner yet;
         return whether this was done.
         """

@@ -65,7 +65,7 @@ class ScriptSupervisor(DryRunSupervisor):
         Called before an engine is made: memory that is live now counts as the script's.
         """
         self._recorder.watch.begin_engine()
-        found = fill_auto(self._asked.script.config, _as_dict(given))
+        found = fill_auto(self._asked.script.config, _config_as_dict(given))
         if self._asked.ranks_per_node is not None:
             found["comm"] = {**found.get("comm", {}), "ranks_per_node": self._asked.ranks_per_node}
         return super().config(found, world_size)
@@ -187,7 +187,7 @@ def _run_dry(given: ScriptRank) -> tuple[ScriptSupervisor, list[str]]:
             refuse_real_parameters(),
         ):
             try:
-                _run(given.script)
+                _run_script(given.script)
             except StepsTaken:
                 pass
             finally:
@@ -213,15 +213,14 @@ def fill_auto(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str,
     return found
 
 
-def _as_dict(given: Any) -> dict[str, Any]:
-    """Return as a dict the configuration ``given`` that a script passes to `initialize`: a `Config`, a path or a dict.
-    """
+def _config_as_dict(given: Any) -> dict[str, Any]:
+    """Return as a dict the configuration ``given`` that a script passes to `initialize`: a `Config`, a path or a dict."""
     from zero_settings import Config, read
 
     return dict(given.raw) if isinstance(given, Config) else read(given)
 
 
-def _run(script: Script) -> None:
+def _run_script(script: Script) -> None:
     """Run ``script`` as the main program of this process. Raises `PlanError` for its errors and for a nonzero exit
     status.
     """

@@ -21,10 +21,12 @@ def plan_with_checkpoint(ranks: Sequence[ScriptRank], saved_by: int) -> list[dic
         folder = Path(name)
         answers, parts = {}, {}
         for rank in ranks:
-            answers[rank.rank], parts[rank.rank] = _save(rank, folder / "part")
+            answers[rank.rank], parts[rank.rank] = _run_saver(rank, folder / "part")
         same = saved_by == ranks[0].world_size
         saver = replace(ranks[0], world_size=saved_by)
-        saved = SavedRun(saved_by, parts if same else {}, lambda n: _save(replace(saver, rank=n), folder / "part")[1])
+        saved = SavedRun(
+            saved_by, parts if same else {}, lambda n: _run_saver(replace(saver, rank=n), folder / "part")[1]
+        )
         path = folder / "manifest"
         for rank in ranks:
             path.write_bytes(encode_manifest(saved.manifest(parts[rank.rank])))
@@ -33,7 +35,7 @@ def plan_with_checkpoint(ranks: Sequence[ScriptRank], saved_by: int) -> list[dic
     return list(answers.values())
 
 
-def _save(rank: ScriptRank, path: Path) -> tuple[dict[str, Any], SavedPart]:
+def _run_saver(rank: ScriptRank, path: Path) -> tuple[dict[str, Any], SavedPart]:
     """Run a script as ``rank``, which saves a checkpoint; return the answer of `run_rank`, and what the rank saved,
     which comes by way of the file ``path``. Waits as `run_rank` does and raises its errors.
     """

@@ -88,8 +88,8 @@ class Shortcuts:
         """
         if not makes_memory(func):
             return None
-        found = self._describe(args)
-        named = None if found is None else self._describe(kwargs.values())
+        found = self._describe_arguments(args)
+        named = None if found is None else self._describe_arguments(kwargs.values())
         return None if named is None else (func, found, *kwargs, named, torch.get_default_dtype())
 
     def run_known(self, key: Any) -> Any:
@@ -97,7 +97,7 @@ class Shortcuts:
         known = self._known.get(key)
         if known is None:
             return None
-        made = (None if part is None else self._make(part) for part in known.parts)
+        made = (None if part is None else self._make_tensor(part) for part in known.parts)
         return next(made) if known.kind is None else known.kind(made)
 
     def learn(self, key: Any, args: Any, result: Any) -> None:
@@ -113,7 +113,7 @@ class Shortcuts:
         if all(memory.count(one) == 1 for one in memory[: len(made)]):
             self._known[key] = Results(kind, tuple(None if part is None else _shape_of(part) for part in parts))
 
-    def _describe(self, values: Iterable[Any]) -> tuple[Any, ...] | None:
+    def _describe_arguments(self, values: Iterable[Any]) -> tuple[Any, ...] | None:
         """Return a hashable description of arguments with all that the shapes of an operation's results depend on; None
         if an argument has a value, or is a tensor that is not plain.
         """
@@ -124,7 +124,7 @@ class Shortcuts:
                     return None
                 found.append((value.shape, value.stride(), value.dtype, value.fake_device))
             elif isinstance(value, (list, tuple)):
-                inside = self._describe(value)
+                inside = self._describe_arguments(value)
                 if inside is None:
                     return None
                 found.append(inside)
@@ -144,7 +144,7 @@ class Shortcuts:
         )
 
     def _is_rebuildable(self, value: Any) -> bool:
-        """Return whether `_make` can rebuild ``value`` from its `Shape`.
+        """Return whether `_make_tensor` can rebuild ``value`` from its `Shape`.
 
         That takes a plain tensor (`_is_plain`) without a conjugate or negative bit, at offset 0 of a storage that has
         just as many bytes as a new tensor of its sizes and strides. False for any other object. Sharing with other
@@ -152,10 +152,10 @@ class Shortcuts:
         """
         if not self._is_plain(value) or value.storage_offset() or value.is_conj() or value.is_neg():
             return False
-        made, own = self._make(_shape_of(value)).untyped_storage(), value.untyped_storage()
+        made, own = self._make_tensor(_shape_of(value)).untyped_storage(), value.untyped_storage()
         return bool(made.nbytes() == own.nbytes())
 
-    def _make(self, shape: Shape) -> FakeTensor:
+    def _make_tensor(self, shape: Shape) -> FakeTensor:
         """Return a new fake tensor of the mode with the sizes, strides, dtype and device of ``shape``."""
         with in_kernel_invocation_manager(self._mode):
             made = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
