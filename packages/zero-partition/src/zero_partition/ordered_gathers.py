@@ -135,7 +135,8 @@ class OrderedGathers:
         return () if self._schedule is None else self._schedule.ahead(count)
 
     def position(self, unit: Unit) -> int:
-        """Return the position of ``unit`` in the running pass's order; -1 if the pass does not gather it, or none runs."""
+        """Return the position of ``unit`` in the running pass's order; -1 if the pass does not gather it, or
+        none runs."""
         return self._schedule.position(unit.index) if self._schedule is not None else -1
 
     def note_use(self, unit: Unit) -> None:
@@ -149,7 +150,8 @@ class OrderedGathers:
         return unit.index in self._fresh and unit.state is UnitState.GATHERED
 
     def is_used(self, unit: Unit) -> bool:
-        """Return whether this rank has used ``unit`` in the running pass, or else the last one, and `is_present` holds."""
+        """Return whether this rank has used ``unit`` in the running pass, or else the last one, and
+        `is_present` holds."""
         return unit.index in self._used and self.is_present(unit)
 
     def is_issued(self, unit: Unit) -> bool:

@@ -27,10 +27,12 @@ class Owner(Protocol):
         owner's model."""
 
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
-        """Record that user code is about to access ``parameter.grad``, or raise `PartitionError` to refuse the access."""
+        """Record that user code is about to access ``parameter.grad``, or raise `PartitionError` to refuse the
+        access."""
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Return an alias of ``data`` for user code that reads ``parameter.data``; the owner finds writes through it."""
+        """Return an alias of ``data`` for user code that reads ``parameter.data``; the owner finds writes
+        through it."""
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
         """Gather ``parameter`` if it is released, as the torch function named ``call`` is about to use its values;

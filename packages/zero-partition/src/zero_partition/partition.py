@@ -164,7 +164,8 @@ class Partition:
 
     @property
     def user(self) -> object:
-        """The object that trains with this partition (an engine), set by `set_user`; None if none is set or it is gone."""
+        """The object that trains with this partition (an engine), set by `set_user`; None if none is set or it
+        is gone."""
         return None if self._user is None else self._user()
 
     def set_optimizer(self, optimizer: UpdatesWeights) -> None:
@@ -403,7 +404,8 @@ class Partition:
         )
 
     def _new_leaf_tree(self) -> LeafTree | None:
-        """Return a new tree that sums one unit's gradients over micro-batches, for virtual ranks; None without those."""
+        """Return a new tree that sums one unit's gradients over micro-batches, for virtual ranks; None without
+        those."""
         ranks = self.options.virtual_ranks
         return LeafTree(ranks // self.data_world_size, ranks) if ranks else None
 

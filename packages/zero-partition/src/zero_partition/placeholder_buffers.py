@@ -55,7 +55,8 @@ def refuse_buffers_in(model: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def _with_memory(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, buffer) of each buffer of ``model`` that is a strided `torch.Tensor`, of no subclass, and not empty."""
+    """Yield (name, buffer) of each buffer of ``model`` that is a strided `torch.Tensor`, of no subclass, and
+    not empty."""
     for name, buffer in model.named_buffers():
         if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.numel():
             yield name, buffer

@@ -244,7 +244,8 @@ def _with_gradient_edges(arguments: Any) -> list[Any]:
     for released parameters, also inside lists and tuples."""
 
     def edge(value: Any) -> Any:
-        """Return ``value`` with each released parameter, also inside lists and tuples, replaced by its gradient edge."""
+        """Return ``value`` with each released parameter, also inside lists and tuples, replaced by its gradient
+        edge."""
         if isinstance(value, (list, tuple)):
             return type(value)(edge(item) for item in value)
         return get_gradient_edge(value) if isinstance(value, nn.Parameter) and _is_released_value(value) else value

@@ -84,7 +84,8 @@ class StateTier(Protocol):
         of two steps, return words for it, for messages; else None. Does not raise its error."""
 
     def finish(self) -> bool:
-        """Wait for an update that still runs after `step`; return whether there was one, so that weights have changed."""
+        """Wait for an update that still runs after `step`; return whether there was one, so that weights have
+        changed."""
 
     def weights_changed(self, shard: str, /) -> None:
         """Record that something other than `step` wrote the weights of ``shard``.

@@ -105,7 +105,8 @@ class TierStates(MutableMapping[Any, Any]):
         return key not in self._deleted and (bool(self._deleted) or any(self._by_name.values()))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the tensors that have a state, in the order of the param groups, then the other keys that were stored."""
+        """Yield the tensors that have a state, in the order of the param groups, then the other keys that were
+        stored."""
         yield from [tensor for tensor in self._states if tensor in self]
         yield from self._others
 

@@ -73,7 +73,8 @@ class TierWindow:
         return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
 
     def refresh(self) -> None:
-        """Copy the tier's values into this memory if they may have changed; do nothing once the window is disconnected."""
+        """Copy the tier's values into this memory if they may have changed; do nothing once the window is
+        disconnected."""
         self.state.store_assigned()
         if self._version != self.state.version() and self.state.is_current_window(self):
             self.values.copy_(self.state.read(self.kind).view_as(self.values))

@@ -299,7 +299,8 @@ class _StepByUnit:
         for number, kind in enumerate(kinds):
             if kind != first:
                 raise PartitionError(
-                    f"{CALL}: micro-batch 0 {_describe_request(first)} while micro-batch {number} {_describe_request(kind)}. Every micro-batch "
+                    f"{CALL}: micro-batch 0 {_describe_request(first)} while micro-batch {number} "
+                    f"{_describe_request(kind)}. Every micro-batch "
                     "has to visit the same modules in the same order; else use the ordinary loop of engine(batch), "
                     "engine.backward and engine.step."
                 )

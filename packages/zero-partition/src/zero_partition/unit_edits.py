@@ -306,7 +306,8 @@ def compare_checksums(units: Sequence[tuple[UnitEdits, Sequence[torch.Tensor]]])
 
 
 def _nan_reason(values: torch.Tensor) -> str:
-    """Return why ``values`` are refused if one is NaN, as the rest of a sentence about their parameter; "" if none is."""
+    """Return why ``values`` are refused if one is NaN, as the rest of a sentence about their parameter; "" if
+    none is."""
     if bool(torch.isnan(values).any()):
         return "was given values with NaN, which is what a released parameter reads as,"
     return ""

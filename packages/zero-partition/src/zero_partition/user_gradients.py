@@ -206,7 +206,8 @@ class UserGradients:
         self.discards = 0
 
     def reset(self) -> None:
-        """Drop all gradients, forget what user code has written, edited or discarded, and set every ``.grad`` to None."""
+        """Drop all gradients, forget what user code has written, edited or discarded, and set every ``.grad``
+        to None."""
         self._clear()
         self.forget()
 

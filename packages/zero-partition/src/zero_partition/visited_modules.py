@@ -71,6 +71,7 @@ class VisitedModules:
             self._collect(f"{inside}{key}", child)
 
     def _units_used_by(self, name: str) -> dict[int, Unit]:
-        """Return, by index, the units that the module called ``name`` uses itself, not only through modules inside it."""
+        """Return, by index, the units that the module called ``name`` uses itself, not only through modules
+        inside it."""
         watch = self._hooks.watches.get(name)
         return {} if watch is None else {unit.index: unit for unit in watch.units}

@@ -200,7 +200,8 @@ class Visit:
         return starts, output
 
     def _in_place_error(self, what: str) -> PartitionError:
-        """Return the error for a module that has written in place to ``what``, a phrase for an argument or parameter."""
+        """Return the error for a module that has written in place to ``what``, a phrase for an argument or
+        parameter."""
         return PartitionError(
             f"train_batch: module '{self.place.name}' changed {what} in place, and its forward runs twice for each "
             f"micro-batch, the second time with what it left: write x = x * 2, not x *= 2, in it, or {_LOOP}."

@@ -93,7 +93,9 @@ def _peak_tables(peaks: Iterable[Peak], title: str) -> Iterator[TextTable]:
 
 
 def _save_tables(saved: SavedPlan, title: str) -> Iterator[TextTable]:
-    """Yield the tables of saving a checkpoint: peaks of memory, files; ``title``: text before the title of each table."""
+    """Yield the tables of saving a checkpoint: peaks of memory, files; ``title``: text before the title of each
+    table.
+    """
     yield from _peak_tables(saved.peaks, title)
     rows = [
         (row.name, format_quantity(row.nbytes, "B"), "linked" if row.name in saved.linked else "written")

@@ -47,7 +47,9 @@ def decode_part(data: bytes) -> SavedPart:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return ``manifest`` as bytes, for `decode_manifest`. Unlike `Manifest.encode` it accepts one that lacks slices."""
+    """Return ``manifest`` as bytes, for `decode_manifest`. Unlike `Manifest.encode` it accepts one that lacks
+    slices.
+    """
     frozen = None if manifest.frozen is None else sorted(manifest.frozen)
     return pack({**asdict(manifest), "frozen": frozen})
 

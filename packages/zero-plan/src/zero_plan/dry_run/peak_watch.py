@@ -57,7 +57,9 @@ class PeakWatch:
 
     @property
     def phase(self) -> str:
-        """The phase of training, to which later peaks belong. Setting it first finds the owners of the engine's memory."""
+        """The phase of training, to which later peaks belong. Setting it first finds the owners of the engine's
+        memory.
+        """
         return self._phase
 
     @phase.setter
@@ -149,7 +151,9 @@ class PeakWatch:
         return Peak(tier, found, *self.memory.peak_places[tier], tuple(rows[:_OWNERS]), activations)
 
     def _assign_all_owners(self) -> None:
-        """Record the engine's units as the owners of its memory, optimizer states included; do nothing before `follow`."""
+        """Record the engine's units as the owners of its memory, optimizer states included; do nothing before
+        `follow`.
+        """
         if self._engine is None:
             return
         self._assign_owners(self._engine.partition.units)

@@ -214,7 +214,9 @@ def fill_auto(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str,
 
 
 def _config_as_dict(given: Any) -> dict[str, Any]:
-    """Return as a dict the configuration ``given`` that a script passes to `initialize`: a `Config`, a path or a dict."""
+    """Return as a dict the configuration ``given`` that a script passes to `initialize`: a `Config`, a path or
+    a dict.
+    """
     from zero_settings import Config, read
 
     return dict(given.raw) if isinstance(given, Config) else read(given)

@@ -67,7 +67,9 @@ class DryRunSupervisor(Unsupervised):
         return {**plain, "steps_per_print": 0, **{section: {"enabled": False} for section in _MONITORS}}
 
     def budget(self, processes: int) -> HostBudget:
-        """Return a budget without limits of this host's memory and disk. ``processes``: the ranks that share the host."""
+        """Return a budget without limits of this host's memory and disk. ``processes``: the ranks that share
+        the host.
+        """
         return HostBudget(limits={"memory": (), "locked": (), "shared": (), "disk": ()}, processes=processes)
 
     def observer(self, engine: Engine) -> Observer:
@@ -121,7 +123,9 @@ class PlannedEnds:
             return torch.zeros(nbytes, dtype=torch.uint8)
 
     def io_engine(self, given: Any) -> DryRunEngine:
-        """Return the I/O engine of files without content that all stores of this dry run share; ``given`` is ignored."""
+        """Return the I/O engine of files without content that all stores of this dry run share; ``given`` is
+        ignored.
+        """
         from zero_nvme_aio.dry_run import DryRunEngine
 
         self._engine = self._engine or DryRunEngine()
