@@ -14,7 +14,7 @@ from zero_settings._base import PositiveInt, thaw
 from zero_settings._explain import explain
 from zero_settings._paths import absolute_path
 from zero_settings._prepare import PreparedSource, prepare
-from zero_settings._rules import rank_problems, virtual_ranks
+from zero_settings._rank_rules import rank_problems, virtual_ranks
 from zero_settings._schema import json_schema
 from zero_settings._source import read
 from zero_settings.errors import ConfigError, Problem, show
