@@ -80,4 +80,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet."""
     return __all__

@@ -1,4 +1,7 @@
-"""The base of all sections: strict number types, and how aliases, "auto" and null are declared."""
+"""The base of all sections: strict number types, and how aliases, "auto" and null are declared.
+
+A section is one JSON object of the configuration. The functions named as pydantic validators run on a value as it was
+written; what they return is validated or stored in its place."""
 
 from __future__ import annotations
 
@@ -30,10 +33,9 @@ LARGEST_INTEGER = 2**63 - 1
 
 
 def _to_integer(value: Any) -> Any:
-    """Return an integer, or a number without a fraction, as an int.
+    """Return ``value`` as an int if it is an integer or another real number without a fraction, such as 2.0.
 
-    A pydantic validator: raises PydanticCustomError for anything else, booleans included, and beyond 64 bits.
-    """
+    A pydantic validator: raises PydanticCustomError for anything else, booleans included, and beyond 64 bits."""
     integral = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
     if isinstance(value, bool) or not integral:
         raise PydanticCustomError("integer", "an integer")
@@ -79,9 +81,8 @@ Text = Annotated[str, Strict()]
 
 
 class FrozenMap(Mapping[str, Any]):
-    """An immutable mapping of plain data; what it holds is frozen too (see `freeze`). ``items`` are copied, so later
-    changes of them have no effect.
-    """
+    """An immutable mapping of plain data. The constructor copies ``items`` and freezes the values at every depth (see
+    `freeze`), so later changes of them have no effect."""
 
     __slots__ = ("_items",)
 
@@ -102,14 +103,16 @@ class FrozenMap(Mapping[str, Any]):
 
 
 def freeze(value: Any) -> Any:
-    """Return plain data with lists as tuples and mappings as `FrozenMap`s, at every depth; other values as they are."""
+    """Return a copy of plain data in which lists are tuples and mappings are `FrozenMap`s, at every depth. Other values
+    are returned as they are."""
     if isinstance(value, Mapping):
         return FrozenMap(value)
     return tuple(map(freeze, value)) if isinstance(value, (list, tuple)) else value
 
 
 def thaw(value: Any) -> Any:
-    """Return frozen data as new lists and dicts, at every depth: the inverse of `freeze`. Tuples become lists."""
+    """Return a copy of ``value`` in which mappings are dicts, and tuples and lists are lists, at every depth: the
+    inverse of `freeze`. Other values are returned as they are."""
     if isinstance(value, Mapping):
         return {key: thaw(item) for key, item in value.items()}
     return [thaw(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -139,34 +142,35 @@ class Section(BaseModel):
 
     @classmethod
     def accepts_auto(cls, key: str) -> bool:
-        """Return whether the value of `key`, which is no alias, may be "auto": it is replaced by its default or a
-        derived value."""
+        """Return whether "auto" may be written as the value of `key` (no alias). It then stands for the default or for
+        a value derived from others."""
         return key in cls.model_fields and (cls.auto_keys is ALL_KEYS or key in cls.auto_keys)
 
     @classmethod
     def section_of(cls, key: str, siblings: Mapping[str, Any]) -> type[Section] | None:
-        """Return the section class of the value of `key`, which is no alias; None if the value is no section or there
-        is no such key.
+        """Return the section class that the value of `key` (no alias) is read as; None if it is read as a plain value
+        or there is no such key.
 
-        `siblings`: the object that contains `key`, with the keys and values as written.
-        """
+        `siblings`: the object that contains `key`, with the keys and values as written. Subclasses may choose the class
+        by them."""
         return cls._child_sections().get(key)
 
     @classmethod
     @functools.cache
     def _child_sections(cls) -> dict[str, type[Section] | None]:
-        """Return the section class of each key's value, by key; None for a value that is no section. Cached per
-        class."""
+        """Return, for each key of this section, the section class that its value is read as, or None for a plain value.
+        Cached per class."""
         return {key: _section_in(field.annotation) for key, field in cls.model_fields.items()}
 
     @classmethod
     def written_keys(cls) -> list[str]:
-        """Return every key that may be written in this section, aliases last."""
+        """Return every key that may be written in this section: first the keys themselves, then their aliases."""
         return [*cls.model_fields, *cls.aliases]
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Return pydantic's JSON Schema of the section, to which "auto" and the aliases are added."""
+        """Return the JSON Schema that pydantic makes of the section, with "auto" allowed where a key accepts it and the
+        aliases added as keys. Called by pydantic."""
         described = handler.resolve_ref_schema(handler(schema))
         properties = described.get("properties", {})
         for key in properties:
@@ -177,7 +181,8 @@ class Section(BaseModel):
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    """Return the first `Section` class in a type annotation; None if there is none."""
+    """Return the first `Section` class that a type annotation names, also within a union or Annotated; None if there is
+    none."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType, Annotated):
         return next(filter(None, map(_section_in, get_args(annotation))), None)
@@ -187,9 +192,8 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 
 def plain_kind(annotation: Any) -> type | None:
-    """Return bool, int, float, or tuple for tuples of strings, if a type annotation allows nothing else but None; None
-    if it allows more, or another type.
-    """
+    """Return the one plain type that values of a key with this type annotation have, null aside: bool, int, float, or
+    tuple for a tuple of strings. None for an annotation that allows other types or several."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return plain_kind(arguments[0])
@@ -202,11 +206,11 @@ def plain_kind(annotation: Any) -> type | None:
 
 
 def lowered(value: Any) -> Any:
-    """Return a string in small letters, and anything else as it is. A pydantic validator."""
+    """Return a string in lower case, and anything else as it is. A pydantic validator."""
     return value.lower() if isinstance(value, str) else value
 
 
 def null_is_default(value: Any) -> Any:
-    """Return an empty dict, which becomes a section of defaults, for None; anything else as it is. A pydantic
+    """Return an empty dict for None, so that null means a section of defaults; anything else as it is. A pydantic
     validator."""
     return {} if value is None else value

@@ -29,11 +29,12 @@ class ResolvedBatch(NamedTuple):
 def resolve(
     train: int | None, micro: int | None, steps: int | None, world_size: int, *, any_auto: bool
 ) -> ResolvedBatch:
-    """Return the three sizes, deriving those that are None. Raises `ConfigError` when they contradict each other.
+    """Return the three batch sizes (see `ResolvedBatch`), deriving those that are None. Raises `ConfigError` when those
+    given contradict each other.
 
-    With two given, the third follows. With only train or only micro, there is one accumulation step. Without train and
-    micro it is an error, except with `any_auto`, which says that one of them was "auto": then micro is 1.
-    """
+    If two are given, the third follows. If only train or only micro is given, there is one accumulation step. If
+    neither train nor micro is given, micro is 1 if `any_auto` (one of the two was written as "auto"), otherwise a
+    `ConfigError` is raised."""
     if train is None:
         if micro is None and not any_auto:
             got = "neither" if steps is None else f"only {STEPS} = {steps}"
@@ -66,12 +67,11 @@ def resolve(
 def resolve_by_rule(
     rule: str, train: int | None, micro: int | None, steps: int | None, world_size: int
 ) -> ResolvedBatch:
-    """Return the sizes at ``world_size`` ranks by ``rule``, the value of `elastic.batch_size`.
+    """Return the batch sizes at ``world_size`` ranks by ``rule``, the value of `elastic.batch_size`.
 
-    `keep_global_batch` keeps train and micro at any number of ranks and derives the accumulation, whatever ``steps``
-    is. `scale` keeps micro and the accumulation (default 1) and derives train, whatever ``train`` is. Raises
-    `ConfigError` when a size that is kept is None, or they do not divide.
-    """
+    "keep_global_batch" keeps ``train`` and ``micro`` and derives the accumulation; ``steps`` is ignored. "scale" keeps
+    ``micro`` and ``steps`` (1 if None) and derives train; ``train`` is ignored. Raises `ConfigError` if a size to keep
+    is None, or if train is no multiple of micro x ranks."""
     needed = {MICRO: micro} if rule == SCALE else {TRAIN: train, MICRO: micro}
     missing = [name for name, size in needed.items() if size is None]
     if missing or micro is None:
@@ -83,11 +83,10 @@ def resolve_by_rule(
 
 
 def _not_divisible(train: int, other: dict[str, int], world_size: int) -> Problem:
-    """Return the problem of a train batch that is no multiple of another size times the ranks; it names the nearest
-    multiples.
+    """Return the problem of a ``train`` batch size that is no multiple of another size times ``world_size``; its advice
+    names the nearest multiples.
 
-    ``other``: that size by its key, one item.
-    """
+    ``other``: one item, the key of that other size and its value."""
     ((name, value),) = other.items()
     step = value * world_size
     expected = f"expected a multiple of {name} x data-parallel ranks = {value} x {world_size} = {step}"

@@ -24,11 +24,10 @@ _PLAIN = {
 
 
 def explain(error: ValidationError, prepared: PreparedSource) -> list[Problem]:
-    """Return the problems that pydantic's error stands for, one per path, with the names that the user wrote, in the
-    order of the keys.
+    """Return pydantic's validation error as problems that name keys as the user wrote them, one per path, in the order
+    of the keys.
 
-    ``prepared``: what was validated, which knows those names.
-    """
+    ``prepared``: the configuration that was validated."""
     problems: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
         path = prepared.as_written(_path_of(detail))
@@ -44,8 +43,8 @@ def explain(error: ValidationError, prepared: PreparedSource) -> list[Problem]:
 
 
 def _path_of(detail: ErrorDetails) -> str:
-    """Return the path of an error under canonical keys: its location without pydantic's names for the members of a
-    union."""
+    """Return the path of the value that one of pydantic's errors is about, in canonical keys (see `PreparedSource`). It
+    is the error's location without the names that pydantic adds for members of a union."""
     path = ""
     for part in detail["loc"]:
         if isinstance(part, int):
@@ -56,7 +55,8 @@ def _path_of(detail: ErrorDetails) -> str:
 
 
 def _problem_of(path: str, detail: ErrorDetails) -> Problem:
-    """Return the problem that one of pydantic's errors stands for; ``path``: the value's, as the user wrote it."""
+    """Return one of pydantic's errors as a `Problem` about the value at ``path``, which has the names that the user
+    wrote."""
     context: dict[str, Any] = detail.get("ctx", {})
     kind, value = detail["type"], detail["input"]
     if kind == "unknown_argument":
@@ -76,11 +76,10 @@ def _problem_of(path: str, detail: ErrorDetails) -> Problem:
 
 
 def _action_for(kind: str, value: Any, choices: list[str], nearest: str | None) -> str:
-    """Return the advice for a value of the wrong kind; empty if there is none.
+    """Return the advice for a value that pydantic refused; empty if there is none.
 
     ``kind``: the type of pydantic's error; ``choices``: the valid values, if they can be listed; ``nearest``: the one
-    most similar to ``value``, or None.
-    """
+    most similar to ``value``, or None."""
     if nearest is not None or not isinstance(value, str):
         return ""
     if value == "auto":
@@ -91,14 +90,13 @@ def _action_for(kind: str, value: Any, choices: list[str], nearest: str | None) 
 
 
 def _choices_in(expected: str) -> list[str]:
-    """Return the values that pydantic lists in ``expected``, the text of a literal's error, such as "'a', 'b' or
-    'c'"."""
+    """Return the valid values from the text that pydantic lists them in, such as "'a', 'b' or 'c'"."""
     return [choice for part in expected.replace(" or ", ", ").split(", ") if (choice := part.strip("'"))]
 
 
 def _nearest(value: str, choices: list[str]) -> str | None:
-    """Return the choice most similar to ``value``, upper and lower case alike, in its own spelling; None if none is
-    similar."""
+    """Return the choice that is most similar to ``value`` regardless of case, in the choice's own spelling; None if
+    none is similar."""
     by_lower = {choice.lower(): choice for choice in reversed(choices)}
     found = difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=0.5)
     return by_lower[found[0]] if found else None

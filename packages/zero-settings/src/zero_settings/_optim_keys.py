@@ -22,11 +22,11 @@ AnyClass = type[Any]
 
 
 class ClassByName(Section):
-    """A class to build, by name, with its arguments: one of `known`, or a class of `torch_module`.
+    """The section of a class to build: `type` is its name, `params` its arguments. The name is one of `known`, or that
+    of a class in `torch_module`.
 
     `params` are checked for the class that `type` names: by its section in `known`, or by the signature of torch's
-    class.
-    """
+    class."""
 
     type: Text = Field(description="The name of the class.")
     params: SerializeAsAny[Params] = Params()
@@ -44,7 +44,8 @@ class ClassByName(Section):
 
     @classmethod
     def canonical(cls, name: str) -> str:
-        """Return the key of `known` that `name` stands for; any other `name` as it is."""
+        """Return the key of `known` that `name` stands for; any other `name` as it is. Subclasses accept other
+        spellings here."""
         return name
 
     @classmethod
@@ -55,11 +56,10 @@ class ClassByName(Section):
 
     @classmethod
     def section_of(cls, key: str, siblings: Mapping[str, Any]) -> SectionType | None:
-        """Return the section of `params` for the class that `type` in `siblings` (the object as written) names:
-        `TorchParams` if it is not in `known`, or missing.
+        """Return the section class that `params` is read as; None if `key` is another one.
 
-        None for other keys than `params`.
-        """
+        It is that of the class that `type` in `siblings` (the section as written) names: `TorchParams` if `type` is
+        missing or not in `known`."""
         if key != "params":
             return None
         name = siblings.get("type")
@@ -67,8 +67,7 @@ class ClassByName(Section):
 
     @classmethod
     def _torch_class(cls, name: str) -> AnyClass | None:
-        """Return the public class of `torch_module` with this name that derives from `torch_base`; None if there is
-        none."""
+        """Return the public class of `torch_module` called ``name`` if it derives from `torch_base`; None otherwise."""
         module = import_module(cls.torch_module)
         found, base = getattr(module, name, None), getattr(module, cls.torch_base)
         if isinstance(found, type) and issubclass(found, base) and found is not base:
@@ -78,10 +77,9 @@ class ClassByName(Section):
     @field_validator("type")
     @classmethod
     def _canonical_type(cls, name: str) -> str:
-        """Return the canonical name.
+        """Return the value of `type` in its canonical spelling (see `canonical`).
 
-        A pydantic validator: raises PydanticCustomError for a name that is unknown.
-        """
+        A pydantic validator: raises PydanticCustomError for a name that is neither in `known` nor a class of torch."""
         if cls.canonical(name) in cls.known:
             return cls.canonical(name)
         if cls._torch_class(name) is None:
@@ -92,10 +90,10 @@ class ClassByName(Section):
     @field_validator("params", mode="wrap")
     @classmethod
     def _params_for_type(cls, params: Any, handler: Any, info: ValidationInfo) -> Params:
-        """Return the arguments, checked for the class that `type` names; defaults if `type` itself was refused.
+        """Return the value of `params` as the section of the class that `type` names; defaults if `type` itself was
+        refused.
 
-        A pydantic validator: raises PydanticCustomError or ValidationError for arguments that do not fit.
-        """
+        A pydantic validator: raises PydanticCustomError or ValidationError for arguments that do not fit."""
         name = info.data.get("type")
         if name is None or isinstance(params, Params):
             return params if isinstance(params, Params) else Params()
@@ -106,8 +104,8 @@ class ClassByName(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_params(cls, data: Any) -> Any:
-        """Return the section's data with empty `params` where they are missing, so that they are checked for required
-        arguments."""
+        """Return the section as written, with empty `params` added if it has none, so that required arguments are
+        missed. Values that are no dict are returned as they are. A pydantic validator."""
         return {"params": {}, **data} if isinstance(data, dict) else data
 
 
@@ -124,7 +122,8 @@ class OptimizerSection(ClassByName):
 
     @property
     def decoupled_weight_decay(self) -> bool:
-        """Return whether it is AdamW: type "AdamW", or type "Adam" unless `adam_w_mode` is false."""
+        """Return whether the optimizer decays weights apart from the gradient: type "AdamW", or type "Adam" unless
+        `adam_w_mode` is false."""
         return self.type == "adamw" or (isinstance(self.params, AdamParams) and self.params.adam_w_mode)
 
     @classmethod
@@ -222,11 +221,11 @@ class SchedulerSection(ClassByName):
 
 
 def _checked_by_signature(torch_class: type, params: Any, first_argument: str) -> Params:
-    """Return ``params`` as a section if they fit the signature of ``torch_class``; their values are not checked.
+    """Return ``params`` as a `TorchParams` section after checking the names, not the values, against the signature of
+    ``torch_class``.
 
-    ``first_argument``: the name of the argument that is not in ``params``. Raises PydanticCustomError for what is no
-    dict, and for unknown and missing arguments.
-    """
+    ``first_argument``: the argument of the class that ``params`` must not give. Raises PydanticCustomError if
+    ``params`` is no dict, and for unknown and missing arguments."""
     if not isinstance(params, dict):
         raise PydanticCustomError("object", "an object")
     arguments = dict(inspect.signature(torch_class).parameters)

@@ -18,8 +18,8 @@ class Params(Section):
     auto_keys = ALL_KEYS
 
     def kwargs(self) -> dict[str, Any]:
-        """Return the arguments as a new plain dict; those that are None are left out, so that the class's defaults
-        apply."""
+        """Return the arguments as a new plain dict to call the class with. Those that are None are left out, so that
+        the defaults of the class apply."""
         return {key: value for key, value in self.model_dump().items() if value is not None}
 
 
@@ -152,7 +152,8 @@ class TorchParams(Params):
     @model_validator(mode="before")
     @classmethod
     def _frozen(cls, data: Any) -> Any:
-        """Return the arguments with their values frozen (see `freeze`), since no field validates them."""
+        """Return the arguments as written with their values frozen (see `freeze`), since no field validates them. A
+        pydantic validator."""
         return {key: freeze(value) for key, value in data.items()} if isinstance(data, dict) else data
 
     @classmethod

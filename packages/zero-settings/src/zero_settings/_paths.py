@@ -1,4 +1,4 @@
-"""Relative paths start at the working directory, which may be gone."""
+"""Make paths absolute. Relative paths start at the working directory, which may have been removed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 def start_of_relative_paths() -> str:
-    """Return, for a message, which directory the working directory is, or that it is gone."""
+    """Return a clause for an error message that says which directory relative paths start at, or that it no longer
+    exists."""
     try:
         return f"the working directory is {os.getcwd()}"
     except FileNotFoundError:

@@ -12,8 +12,8 @@ from zero_settings._base import ALL_KEYS, Flag, NaturalFloat, NaturalInt, Positi
 
 
 def _short_dtype_name(value: object) -> object:
-    """Return the short name of a dtype's name, such as "bf16" for "bfloat16"; any other value as it is, for pydantic to
-    refuse."""
+    """Return the short name of a dtype called by any of its names, such as "bf16" for "bfloat16". Any other value is
+    returned as it is, for pydantic to refuse."""
     try:
         return short_dtype_name(value) if isinstance(value, str) else value
     except PrecisionError:

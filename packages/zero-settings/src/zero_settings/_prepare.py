@@ -54,8 +54,8 @@ class PreparedSource:
     problems: list[Problem] = field(default_factory=list)
 
     def as_written(self, path: str) -> str:
-        """Return a canonical path with the names that the user wrote; parts behind the longest written prefix stay as
-        they are."""
+        """Return a canonical path in the names that the user wrote. Keys that the user did not write keep their
+        canonical names."""
         head, tail = path, ""
         while head and head not in self.written:
             cut = max(head.rfind("."), head.rfind("["))
@@ -64,10 +64,10 @@ class PreparedSource:
 
 
 def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> PreparedSource:
-    """Return the configuration under canonical keys. Raises `ConfigError` with all unknown, removed and repeated keys.
+    """Return the configuration ``raw``, as it was read, under canonical keys. ``raw`` is not changed.
 
-    ``defaults``: canonical path -> value and reason, for keys that the user did not give. ``raw`` is not changed.
-    """
+    ``defaults``: canonical path -> (value, reason), used for keys that the user did not give. Raises `ConfigError` with
+    all unknown, removed and repeated keys."""
     prepared = PreparedSource()
     _refuse_removed(raw, prepared)
     prepared.data = _canonical(_modernised(raw, prepared), ConfigFile, "", "", prepared)
@@ -82,8 +82,8 @@ def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> Pre
 
 
 def _set_at(data: dict[str, Any], names: list[str], value: Any) -> None:
-    """Set the value at the path ``names`` in nested dicts, making those that are missing. Does nothing if a value on
-    the way is no dict."""
+    """Set the value at the path ``names`` in nested dicts, adding inner dicts where they are missing. Do nothing if a
+    value on the way is no dict."""
     *parents, last = names
     for name in parents:
         inner = data.setdefault(name, {})
@@ -94,7 +94,7 @@ def _set_at(data: dict[str, Any], names: list[str], value: Any) -> None:
 
 
 def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
-    """Add a problem to ``prepared`` for each of `REMOVED_KEYS` in ``raw``, the file's dict."""
+    """Add a problem to ``prepared`` for each of `REMOVED_KEYS` that ``raw``, the file as a dict, contains."""
     zero = raw.get("zero_optimization")
     for path, action in REMOVED_KEYS.items():
         parent, _, key = path.rpartition(".")
@@ -104,11 +104,10 @@ def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
 
 
 def _modernised(raw: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
-    """Return the file without `REMOVED_KEYS` and `SCHEMA_KEY`, and with legacy forms of `zero_optimization` in today's
-    form.
+    """Return a copy of the file ``raw`` without `REMOVED_KEYS` and `SCHEMA_KEY`, and with `zero_optimization` in its
+    present form if it is a boolean or has `cpu_offload*` flags.
 
-    ``raw`` is not changed; notes and problems about what was changed are added to ``prepared``.
-    """
+    Notes and problems about what was changed are added to ``prepared``."""
     raw = {key: value for key, value in raw.items() if key not in (*REMOVED_KEYS, SCHEMA_KEY)}
     zero = raw.get("zero_optimization")
     if isinstance(zero, bool):
@@ -121,10 +120,11 @@ def _modernised(raw: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]
 
 
 def _without_cpu_offload(zero: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
-    """Return `zero_optimization` with the deprecated `cpu_offload*` flags as `offload_*` sections; changes ``zero``.
+    """Return ``zero``, the section `zero_optimization`, with its deprecated `cpu_offload*` flags replaced by
+    `offload_*` sections; ``zero`` is changed in place.
 
-    Notes, and problems of flags that are no booleans or contradict the sections, are added to ``prepared``.
-    """
+    Notes about that, and problems of flags that are no booleans or contradict those sections, are added to
+    ``prepared``."""
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
     if pinned is not None and not any(zero.get(old) for old in _CPU_OFFLOAD):
         path, expected = "zero_optimization.cpu_offload_use_pin_memory", "expected cpu_offload: true with it"
@@ -149,11 +149,11 @@ def _without_cpu_offload(zero: dict[str, Any], prepared: PreparedSource) -> dict
 def _canonical(
     data: dict[str, Any], section: type[Section], path: str, written: str, into: PreparedSource
 ) -> dict[str, Any]:
-    """Return an object of the file under canonical keys, and record its keys, "auto"s, notes and problems in ``into``.
+    """Return ``data``, an object of the file, under canonical keys. Add its keys, "auto"s, notes and problems to
+    ``into``.
 
-    ``section``: the class of the object. ``path``, ``written``: the object's canonical path and the one that the user
-    wrote; empty, or with a dot at the end.
-    """
+    ``section``: the class that the object is read as. ``path``: the object's canonical path; ``written``: its path as
+    the user wrote it; each is empty or ends with a dot."""
     out: dict[str, Any] = {}
     open_ended = section.model_config.get("extra") == "allow"
     for key, value in data.items():
@@ -180,10 +180,10 @@ def _canonical(
 
 
 def _unknown_key(key: str, path: str, section: type[Section]) -> Problem:
-    """Return the problem of an unknown key of a section, with a similar key or the place of the same key elsewhere.
+    """Return the problem of an unknown ``key`` of ``section``. It suggests a similar key, or the path at which ``key``
+    is valid.
 
-    ``path``: where the user wrote it.
-    """
+    ``path``: where the user wrote the key."""
     if key == "max_grad_norm":
         return Problem(path, "unknown key", "", "gradient_clipping", "clipping is a key of its own, at the top")
     nearest = difflib.get_close_matches(key, section.written_keys(), n=1, cutoff=0.6)
@@ -196,12 +196,14 @@ def _unknown_key(key: str, path: str, section: type[Section]) -> Problem:
 
 
 def _nearly_equal(key: str, other: str) -> bool:
-    """Return whether one key looks like a misspelling of the other: they are more alike than 0.85 by `difflib`."""
+    """Return whether one key looks like a misspelling of the other: difflib's similarity is above 0.85."""
     return difflib.SequenceMatcher(None, key, other).ratio() > 0.85
 
 
 def _valid_paths(section: type[Section], key: str, path: str) -> list[str]:
-    """Return the paths in `section` at which `key` would be valid; `path`: of the section, with a dot at the end."""
+    """Return the paths in ``section``, and the sections inside, at which ``key`` would be valid.
+
+    ``path``: that of the section, with a dot at the end; empty at the top."""
     found = [path + key] if key in section.written_keys() and path + key not in REMOVED_KEYS else []
     for name in section.model_fields:
         child = section.section_of(name, {})

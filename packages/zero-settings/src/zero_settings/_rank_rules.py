@@ -1,4 +1,8 @@
-"""Rules between keys and the number of ranks: process groups, sequence parallelism and virtual ranks."""
+"""Rules between keys and the number of ranks: process groups, sequence parallelism and virtual ranks.
+
+With V virtual ranks (`deterministic.across_world_sizes`) every number of ranks that divides V trains bitwise equally.
+``world_size`` is the number of ranks. A function yields a `Problem` for each rule that the configuration breaks,
+nothing if it breaks none."""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ _REDUCED_BY_THEMSELVES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam")
 
 
 def group_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield a problem for each process group (secondary shards, replicas) that the other keys or ``world_size`` do not
-    allow."""
+    """Yield the problems of the groups of ranks that share secondary shards or a replica: sizes that other keys or
+    ``world_size`` rule out."""
     if config.zero_optimization.stage >= 3 and config.zero_optimization.zero_hpz_partition_size > 1:
         yield from _secondary_shard_problems(config, world_size)
     if config.zero_optimization.mics_shard_size != -1:
@@ -25,8 +29,8 @@ def group_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
 
 
 def _secondary_shard_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield the problems of `zero_hpz_partition_size`, the ranks that share a secondary shard, where it is more than
-    1."""
+    """Yield the problems of `zero_hpz_partition_size`, the number of ranks that share secondary shards; expected to be
+    more than 1."""
     size, per_node = config.zero_optimization.zero_hpz_partition_size, config.comm.ranks_per_node
     yield from _divisor_problems(_SECONDARY_SIZE, size, world_size)
     if per_node is not None and per_node % size and world_size % size == 0:
@@ -40,7 +44,8 @@ def _secondary_shard_problems(config: ConfigFile, world_size: int) -> Iterator[P
 
 
 def _replica_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield the problems of `mics_shard_size`, the ranks of a replica, where it is not -1."""
+    """Yield the problems of `mics_shard_size`, the number of ranks that a replica is sharded over; expected to be other
+    than -1."""
     zero = config.zero_optimization
     size = zero.mics_shard_size
     if size < 1:
@@ -59,24 +64,24 @@ def _replica_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
 
 
 def _divisor_problems(path: str, size: int, world_size: int) -> Iterator[Problem]:
-    """Yield a problem if ``size``, the value at ``path``, does not divide the number of ranks; otherwise nothing."""
+    """Yield a problem if ``size``, the value at ``path``, does not divide ``world_size``."""
     if world_size % size:
         possible = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         yield Problem(path, f"expected a divisor of the number of ranks, {world_size} ({possible})", str(size))
 
 
 def virtual_ranks(config: ConfigFile) -> int:
-    """Return the number of virtual ranks (`deterministic.across_world_sizes`); 0 without them, also where
-    `deterministic` is only true.
-    """
+    """Return the number of virtual ranks, the value of `deterministic.across_world_sizes`; 0 if there are none, also
+    where `deterministic` is just true."""
     found = config.deterministic
     return found.across_world_sizes if isinstance(found, Deterministic) else 0
 
 
 def rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield the problems that must be solved before batch sizes can be resolved: a `sequence_parallel_size` that does
-    not divide ``world_size`` or is combined with virtual ranks and, for virtual ranks, a number of them or of ranks
-    that does not fit, and keys that cannot be used with them."""
+    """Yield the problems that have to be solved before batch sizes can be resolved.
+
+    They are those of `sequence_parallel_size`, which has to divide ``world_size`` and be 1 with virtual ranks, and, if
+    it is 1, those of virtual ranks (see `_virtual_rank_problems`)."""
     size = config.sequence_parallel_size
     yield from _divisor_problems(_SEQUENCE_SIZE, size, world_size)
     if size > 1 and virtual_ranks(config):
@@ -87,11 +92,8 @@ def rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
 
 
 def _virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield a problem for each key that is incompatible with virtual ranks or with their number; none without virtual
-    ranks.
-
-    ``world_size``: the number of ranks, which must divide that of virtual ranks.
-    """
+    """Yield the problems of virtual ranks: their number has to be a power of two and a multiple of ``world_size``, and
+    other keys have to be compatible with them. Nothing without virtual ranks."""
     ranks = virtual_ranks(config)
     if not ranks:
         return
@@ -113,9 +115,8 @@ def _virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Prob
 
 
 def _incompatible_with_virtual_ranks(config: ConfigFile) -> Iterator[Problem]:
-    """Yield a problem for each feature whose order of summation depends on the number of ranks, or that is untested
-    with virtual ranks.
-    """
+    """Yield a problem for each feature that is switched on and whose sums depend on the number of ranks, or that is
+    untested with virtual ranks."""
     zero, together = config.zero_optimization, f"with {_VIRTUAL_RANKS}"
     for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(zero, key):

@@ -1,4 +1,7 @@
-"""Rules between keys, and values that follow from other values."""
+"""Rules between keys, and values that follow from other values.
+
+A function `_..._problems` returns a `Problem` for each rule that the configuration breaks, and an empty list if it
+breaks none."""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
 
 
 def _precision_mode_problems(config: ConfigFile) -> list[Problem]:
-    """Return a problem if more than one of fp16, bf16 and torch_autocast is enabled; otherwise none."""
+    """Return a problem if more than one of fp16, bf16 and torch_autocast is enabled."""
     modes = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
     if len(modes) < 2:
         return []
@@ -50,10 +53,8 @@ def _precision_mode_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _stage_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of keys that need another beside them.
-
-    16-bit master weights need a stage above 0, and `bf16_optimizer_states` needs such masters.
-    """
+    """Return the problems of 16-bit master weights, which need a stage above 0, and of `bf16_optimizer_states`, which
+    needs 16-bit master weights."""
     problems = []
     zero = config.zero_optimization
     for section, key in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
@@ -66,8 +67,8 @@ def _stage_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _offload_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of the section `offload`: keys that need an offloaded optimizer; and of the folders and the
-    overlap of all tiers."""
+    """Return the problems of offloading: of keys in the section `offload` that need an offloaded optimizer, of
+    `overlap` (see `_overlap_problems`) and of folders (see `_folder_problems`)."""
     problems = []
     section, device = config.offload, config.zero_optimization.offload_optimizer.device
     for key in ("delayed_update", "state_dtype"):
@@ -80,7 +81,8 @@ def _offload_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _folder_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of folders of files: no folder where `device` is "nvme", and another number of weights."""
+    """Return the problems of the folders that tiers keep their files in: none given where `device` is "nvme", or
+    another number of weights than of folders."""
     zero, problems = config.zero_optimization, []
     for section, used in (
         (zero.offload_param, zero.stage >= 3),
@@ -97,9 +99,8 @@ def _folder_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _overlap_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of an update beside backward (`offload_optimizer.overlap` other than "off"), which needs
-    states in host memory, weights in memory and no delayed update.
-    """
+    """Return the problems of `offload_optimizer.overlap`, which updates during the backward pass. Unless it is "off" it
+    needs optimizer states in host memory, weights in memory and no delayed update."""
     zero = config.zero_optimization
     if zero.offload_optimizer.overlap == "off":
         return []
@@ -122,8 +123,8 @@ def _overlap_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _format_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of checkpoints in DeepSpeed's format, which hold what its stages 1 to 3 have and are written
-    before a save returns."""
+    """Return the problems of `checkpoint.format` "deepspeed", one for each key whose value its files cannot represent
+    or its way of saving does not support."""
     if config.checkpoint.format == "native":
         return []
     zero, optimizer = config.zero_optimization, config.optimizer
@@ -169,8 +170,8 @@ def _format_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _audit_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of `audit_every`, whose audits compare what ranks hold, and weights with masters. Neither is
-    equal during a delayed update, nor under a 1-bit optimizer."""
+    """Return the problems of `audit_every`. Audits compare the states of ranks, and weights with their masters; these
+    differ during a delayed update and under a 1-bit optimizer."""
     if config.audit_every is None:
         return []
     problems, got = [], str(config.audit_every)
@@ -184,7 +185,7 @@ def _audit_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _one_bit_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of a 1-bit optimizer, which needs stage 0 and no offload."""
+    """Return the problems of a 1-bit optimizer, which needs stage 0 and an optimizer that is not offloaded."""
     if config.optimizer is None or not isinstance(config.optimizer.params, OneBitParams):
         return []
     name, problems, zero = config.optimizer.type, [], config.zero_optimization
@@ -200,9 +201,8 @@ def _one_bit_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _sum_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of `gradient_allreduce_op` "sum", which what averages by itself cannot do: quantized
-    gradients, a 1-bit optimizer, `deterministic.across_world_sizes`.
-    """
+    """Return the problems of `gradient_allreduce_op` "sum". It cannot be combined with features that average gradients
+    themselves: quantized gradients, a 1-bit optimizer, `deterministic.across_world_sizes`."""
     if config.gradient_allreduce_op == "mean":
         return []
     one_bit = config.optimizer is not None and isinstance(config.optimizer.params, OneBitParams)
@@ -220,9 +220,8 @@ def _sum_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _dtype_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problem of the first dtype that does not fit to the others: `data_types.param_dtype` with fp16, bf16
-    or autocast, or the policy that `build_policy` refuses. At most one; empty if they fit.
-    """
+    """Return at most one problem: the first dtype that does not fit the others. It is that of `data_types.param_dtype`
+    beside fp16, bf16 or autocast, or the one for which `build_policy` raises."""
     declared = config.data_types.param_dtype
     mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
     if mode is not None and declared not in (None, mode):
@@ -251,8 +250,8 @@ def _dtype_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _recomputation_problems(config: ConfigFile) -> list[Problem]:
-    """Return a problem if `contiguous_memory_optimization` in the section `activation_checkpointing` lacks its
-    `number_checkpoints`."""
+    """Return a problem if `activation_checkpointing.contiguous_memory_optimization` is on and its `number_checkpoints`
+    is missing."""
     section = config.activation_checkpointing
     if not section.contiguous_memory_optimization or section.number_checkpoints is not None:
         return []
@@ -261,7 +260,7 @@ def _recomputation_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _in_memory_problems(config: ConfigFile) -> list[Problem]:
-    """Return a problem if `checkpoint.in_memory.path` is empty; otherwise none."""
+    """Return a problem if `checkpoint.in_memory.path` is an empty string."""
     if config.checkpoint.in_memory.path != "":
         return []
     expected = "expected a folder in each node's memory, such as /dev/shm/my-run, or null"
@@ -269,10 +268,8 @@ def _in_memory_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _interval_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of saving by interval, in the section `checkpoint`.
-
-    `mean_time_between_failures` needs the interval "auto", and `path` an interval.
-    """
+    """Return the problems of keys in the section `checkpoint` that save by interval: `mean_time_between_failures` needs
+    the interval "auto", and `path` needs an interval and must not be empty."""
     section = config.checkpoint
     problems = []
     if section.mean_time_between_failures is not None and section.interval != "auto":
@@ -287,7 +284,7 @@ def _interval_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _loss_scale_problems(config: ConfigFile) -> list[Problem]:
-    """Return a problem if the loss scale's keys in the section `fp16` do not fit together; otherwise none."""
+    """Return a problem if the keys of the loss scale in the section `fp16` do not fit together."""
     try:
         loss_scale(config)
     except PrecisionError as error:
@@ -296,11 +293,11 @@ def _loss_scale_problems(config: ConfigFile) -> list[Problem]:
 
 
 def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, Any]:
-    """Return path -> value for keys whose value follows from other keys, or from the model's hidden size.
+    """Return the values that follow from other keys or from the model's hidden size, by their paths in the names of
+    `ConfigFile`.
 
-    Paths have the names of `ConfigFile`, not aliases. ``auto``: the paths whose value was "auto", of which bucket sizes
-    are derived; ``model_hint``: as `hidden_size` takes it.
-    """
+    ``auto``: the paths that were written as "auto"; a bucket size is derived only if it is one of them. ``model_hint``:
+    the model, its config or its hidden size (see `hidden_size`)."""
     zero = config.zero_optimization
     values: dict[str, Any] = {}
     if zero.overlap_comm is None:
@@ -320,7 +317,7 @@ def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, An
 
 def _sizes_from_hidden(hidden: int) -> dict[str, int]:
     """Return the two bucket sizes and the persistence threshold, in elements, that Accelerate and Transformers derive
-    from a hidden size, by the path of their key."""
+    from a hidden size, by the paths of their keys."""
     return {
         "zero_optimization.reduce_bucket_size": hidden * hidden,
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -329,10 +326,8 @@ def _sizes_from_hidden(hidden: int) -> dict[str, int]:
 
 
 def hidden_size(hint: Any) -> int | None:
-    """Return the hidden size of a model or its Hugging Face config, the largest of several; None when unknown.
-
-    A number is taken for the hidden size and returned as it is.
-    """
+    """Return the hidden size of ``hint``, a model or its Hugging Face config; of several sizes the largest; None if it
+    has none. A number is the hidden size itself and is returned as it is."""
     if isinstance(hint, int):
         return hint
     for holder in (getattr(hint, "config", None), hint):
@@ -347,18 +342,17 @@ def hidden_size(hint: Any) -> int | None:
 
 
 def with_values(config: _File, values: dict[str, Any]) -> _File:
-    """Return a copy of the configuration with the values at these paths replaced, without validating them; ``config``
-    stays as it is.
+    """Return a copy of the configuration with the values at these paths replaced, not validated again. ``config`` is
+    not changed.
 
-    Paths have the names of `ConfigFile`, not aliases, with a dot between sections.
-    """
+    ``values``: by path, in the names of `ConfigFile` with a dot between sections."""
     for path, value in values.items():
         config = _with_value(config, path.split("."), value)
     return config
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:
-    """Return a copy of the section with the value at a path inside it, given as ``names``, replaced."""
+    """Return a copy of ``section`` in which the value at the path ``names``, one key per section, is replaced."""
     head, *rest = names
     new = _with_value(getattr(section, head), rest, value) if rest else value
     return section.model_copy(update={head: new})

@@ -11,7 +11,7 @@ from zero_settings.keys import ConfigFile
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a configuration file; aliases, "auto" and the key of the schema itself included."""
+    """Return the JSON Schema of a configuration file as a dict. It allows aliases, "auto" and the key "$schema"."""
     schema = ConfigFile.model_json_schema()
     _describe(schema, schema["properties"], ConfigFile, "")
     schema["properties"][SCHEMA_KEY] = {"type": "string", "description": "Where an editor finds this schema."}
@@ -19,9 +19,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def _describe(schema: dict[str, Any], properties: dict[str, Any], section: type[Section], path: str) -> None:
-    """Set the descriptions in ``properties``, the JSON Schemas of the keys of ``section`` at ``path`` (with a dot at
-    the end, or empty), and of the keys of the sections inside, whose schemas are in ``$defs`` of ``schema``, the whole.
-    """
+    """Set the descriptions of the keys of ``section``, and of the sections inside it, in place.
+
+    ``schema``: the schema of the file, whose ``$defs`` has the inner sections; ``properties``: the schemas of the keys
+    of ``section``; ``path``: of the section, with a dot at the end, or empty."""
     for key, field in section.model_fields.items():
         inner = section.section_of(key, {})
         said = field.description or _verdict(f"{path}{key}") or (_summary(inner) if inner is not None else "")
@@ -34,7 +35,8 @@ def _describe(schema: dict[str, Any], properties: dict[str, Any], section: type[
 
 
 def _verdict(path: str) -> str:
-    """Return why the key at ``path``, or a section that it is in, has no effect or is not available; else empty."""
+    """Return a sentence on why the key at ``path``, or a section that contains it, has no effect or is not available;
+    empty if it works."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])

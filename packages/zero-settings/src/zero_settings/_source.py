@@ -1,4 +1,6 @@
-"""Read a configuration, a mapping or a JSON file, as plain data."""
+"""Read a configuration, a mapping or a JSON file, as plain data: dicts with string keys, lists and values.
+
+``path`` is where a value is in the configuration, for errors: with a dot at the end, or empty at the top."""
 
 from __future__ import annotations
 
@@ -14,11 +16,10 @@ from zero_settings.errors import ConfigError, Problem, show
 
 
 def read(source: Any) -> dict[str, Any]:
-    """Return a configuration as a new dict of plain data: dicts, lists and values; paths become strings.
+    """Return a configuration as a new dict of plain data, at every depth; path objects become strings.
 
-    ``source``: a mapping, or the path of a JSON file. Raises `ConfigError` for anything else, a file that is not a JSON
-    object or has a key twice, and keys that are not strings.
-    """
+    ``source``: a mapping, or the path of a JSON file. Raises `ConfigError` for anything else, a file that is no JSON
+    object or repeats a key, and keys that are not strings."""
     if isinstance(source, Mapping):
         return _plain_mapping(source, "")
     if isinstance(source, (str, os.PathLike)):
@@ -29,7 +30,8 @@ def read(source: Any) -> dict[str, Any]:
 
 
 class _JsonObject(dict[str, Any]):
-    """A JSON object from its (key, value) pairs; `repeated` lists the keys that occur more than once, sorted."""
+    """A JSON object as a dict, from its (key, value) pairs; the last pair of a key counts. `repeated` lists the keys
+    that occur more than once, sorted."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -44,9 +46,8 @@ _MOST_BYTES = 16 << 20
 def _read_file(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file as plain data.
 
-    Raises `ConfigError` with the place of the error: no readable file, more than 16 MiB, no JSON object, or a repeated
-    key.
-    """
+    Raises `ConfigError` for a file that cannot be read, has more than 16 MiB, holds no JSON object or repeats a key; it
+    names the line and column of a syntax error."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -78,8 +79,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _repeated_keys(value: Any, path: str) -> list[Problem]:
-    """Return a problem for each key that an object repeats, at any depth; ``path``: where it is, with a dot at the end
-    or empty."""
+    """Return a problem for each key that an object in ``value`` repeats, at any depth; ``path``: that of ``value``."""
     problems = []
     if isinstance(value, _JsonObject):
         action = "JSON keeps only the last: remove the others"
@@ -93,10 +93,7 @@ def _repeated_keys(value: Any, path: str) -> list[Problem]:
 
 
 def _plain_mapping(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
-    """Return a mapping as a dict of plain data. Raises `ConfigError` for a key that is no string.
-
-    ``path``: where it is, with a dot at the end, or empty, for errors.
-    """
+    """Return a mapping as a dict of plain data. Raises `ConfigError`, naming ``path``, for a key that is no string."""
     for key in value:
         if not isinstance(key, str):
             raise ConfigError(Problem(path[:-1] or "config", "expected keys that are strings", f"the key {show(key)}"))
@@ -104,10 +101,8 @@ def _plain_mapping(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return a value as plain data: dicts, lists, and paths as strings; anything else as it is.
-
-    ``path``: where it is, with a dot at the end, for errors. Raises `ConfigError` for a key that is no string.
-    """
+    """Return a value as plain data: mappings as dicts, lists and tuples as lists, path objects as strings; anything
+    else as it is. Raises `ConfigError`, naming ``path``, for a key that is no string."""
     if isinstance(value, Mapping):
         return _plain_mapping(value, path)
     if isinstance(value, (list, tuple)):

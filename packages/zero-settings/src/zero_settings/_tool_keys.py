@@ -21,17 +21,18 @@ from zero_settings._base import (
 
 
 def _capitalised(value: Any) -> Any:
-    """Return a string with its first letter upper case and the others lower case; anything else as it is."""
+    """Return a string with its first letter in upper case and the others in lower case; anything else as it is. A
+    pydantic validator."""
     return value.capitalize() if isinstance(value, str) else value
 
 
 def _upper(value: Any) -> Any:
-    """Return a string in upper case; anything else as it is."""
+    """Return a string in upper case; anything else as it is. A pydantic validator."""
     return value.upper() if isinstance(value, str) else value
 
 
 def _lower(value: Any) -> Any:
-    """Return a string in lower case; anything else as it is."""
+    """Return a string in lower case; anything else as it is. A pydantic validator."""
     return value.lower() if isinstance(value, str) else value
 
 

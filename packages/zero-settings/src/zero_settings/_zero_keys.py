@@ -36,11 +36,10 @@ def _stage(value: Any) -> Any:
 
 
 def _folders(value: Any) -> Any:
-    """Return one directory or a list of them as a tuple of paths.
+    """Return one directory, or a list of directories, as a tuple of paths.
 
-    A pydantic validator: raises PydanticCustomError for anything else, an empty list, a path that begins with `~` and
-    one that is there twice. Whether they exist is not checked.
-    """
+    A pydantic validator: raises PydanticCustomError for anything else, an empty list, a path that begins with `~` and a
+    path given twice. The directories need not exist."""
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
     if not found or not all(isinstance(folder, str) and folder for folder in found):
         raise PydanticCustomError("folders", "a directory, or a list of directories")
@@ -63,7 +62,8 @@ _WEIGHTS = "How the bytes are shared between several directories, a number for e
 
 
 class FolderList(NamedTuple):
-    """The folders of files, their weights (None: as measured), and the path of the key that names them."""
+    """The folders that a tier keeps its files in, their weights (None: as measured), and the path of the key that lists
+    them."""
 
     folders: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -85,7 +85,7 @@ class OffloadParam(Section):
 
     @property
     def paths(self) -> FolderList:
-        """The folders of the files; none without `nvme_path`."""
+        """Return the folders of parameter files, with their weights and key; no folders without `nvme_path`."""
         return FolderList(self.nvme_path or (), self.nvme_path_weights, "zero_optimization.offload_param.nvme_path")
 
 
@@ -121,7 +121,7 @@ class OffloadOptimizer(Section):
 
     @property
     def paths(self) -> FolderList:
-        """The folders of the files; none without `nvme_path`."""
+        """Return the folders of optimizer files, with their weights and key; no folders without `nvme_path`."""
         return FolderList(self.nvme_path or (), self.nvme_path_weights, "zero_optimization.offload_optimizer.nvme_path")
 
 

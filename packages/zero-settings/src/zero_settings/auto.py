@@ -84,7 +84,8 @@ def resolve_auto(
 
 
 def _bucket_sizes(hidden: int | None) -> dict[str, tuple[Any, str]]:
-    """Return path -> (size in elements, name of the argument that it needs); sizes are None without a hidden size."""
+    """Return (size in elements, name of the argument that decides it) of the prefetch bucket, the persistence threshold
+    and the reduce bucket, by the path of their key. Sizes are None if ``hidden``, the hidden size, is None."""
     square = None if hidden is None else hidden * hidden
     found: dict[str, tuple[Any, str]] = {}
     for prefix in ("stage3_", ""):
@@ -96,10 +97,10 @@ def _bucket_sizes(hidden: int | None) -> dict[str, tuple[Any, str]]:
 
 
 def _auto_values(section: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (path, object, key) of every value that is "auto", at any depth, where object is the dict with that key.
+    """Yield (path, object, key) for every value "auto" in ``section``, at any depth; ``object`` is the dict whose
+    ``key`` has it.
 
-    `path`: of the section, with a dot at the end.
-    """
+    ``path``: that of the section, with a dot at the end; empty at the top."""
     for key, value in section.items():
         if value == _AUTO:
             yield path + key, section, key
@@ -108,7 +109,7 @@ def _auto_values(section: dict[str, Any], path: str) -> Iterator[tuple[str, dict
 
 
 def _unfilled(path: str, argument: str) -> Problem:
-    """Return the problem of an "auto" that nothing filled; ``argument`` of `resolve_auto` would, none if it is
-    empty."""
+    """Return the problem of an "auto" at ``path`` that could not be replaced. ``argument``: the argument of
+    `resolve_auto` that would fill it; empty if there is none."""
     action = f"pass {argument}=… to resolve_auto, or write the value" if argument else "write the value"
     return Problem(path, "expected a value that can be filled in", show(_AUTO), action=action)

@@ -1,7 +1,6 @@
-"""Commands that look at a configuration file: `check` and `schema`.
+"""The commands `config check` and `config schema`, which look at a configuration file.
 
-Adding them to a parser imports neither torch nor pydantic; running one imports what it needs.
-"""
+Adding them to a parser imports neither torch nor pydantic; running one imports what it needs."""
 
 from __future__ import annotations
 
@@ -20,11 +19,10 @@ what "auto" became. Exit status 1, with every problem by its path, for a file th
 
 
 def add_config_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add `config check` and `config schema` to ``subparsers``, the commands of a parser, and return the parser of
-    `config`.
+    """Add `config check` and `config schema` to ``subparsers``, and return the parser of `config`.
 
-    The parsed namespace's `run(namespace)` runs the chosen one and returns the exit status.
-    """
+    The namespace that parsing returns has an attribute `run`: `run(namespace)` runs the command and returns the exit
+    status."""
     parser = subparsers.add_parser("config", help="check a configuration file, or print the schema of one")
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="command")
 
@@ -52,8 +50,8 @@ def add_config_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _run_check(arguments: argparse.Namespace) -> int:
-    """Print what a configuration resolves to, as a table or JSON, and return 0; or print its problems to standard error
-    and return 1."""
+    """Print what the file ``arguments.file`` resolves to, as a table or JSON, and return 0. If it is not valid, print
+    its problems to standard error and return 1."""
     from .config import Config
     from .errors import ConfigError
 
@@ -78,11 +76,10 @@ def _run_schema(_arguments: argparse.Namespace) -> int:
 
 
 def _print_table(config: Config, file: str, *, defaults: bool) -> None:
-    """Print one row per value of ``config``, read from ``file``; without ``defaults``, only values that are no
-    defaults.
+    """Print a table with one row per value of ``config``, headed by ``file``, the name of its file. Without
+    ``defaults``, rows of values that are defaults are left out.
 
-    If the output is not a terminal, every row is one line, however long.
-    """
+    If the output is not a terminal, every row is one line, however long."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -101,7 +98,8 @@ def _print_table(config: Config, file: str, *, defaults: bool) -> None:
 
 
 def _rank_count(text: str) -> int:
-    """Return a number of ranks, 1 or more, from an argument's text. Raises ArgumentTypeError for anything else."""
+    """Return the number of ranks, 1 or more, that an argument's text stands for. Raises ArgumentTypeError for any other
+    text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected the number of ranks, an integer >= 1, got {text!r}")
     return int(text)

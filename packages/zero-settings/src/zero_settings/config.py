@@ -130,7 +130,8 @@ class Config(ConfigFile):
         return self._world_size // self.sequence_parallel_size
 
     def to_plain(self) -> dict[str, Any]:
-        """Return every resolved value as plain data, which can be stored and loads to the same configuration."""
+        """Return every resolved value as a dict of plain data, which can be stored, and from which `load` makes an
+        equal configuration."""
         plain: dict[str, Any] = thaw(self.model_dump())
         return plain
 
@@ -164,8 +165,8 @@ class Config(ConfigFile):
         return json_schema()
 
     def _row(self, path: str, value: Any) -> ReportRow:
-        """Return the report's row of the value at a path, with the notes about it: how it was written, and why it has
-        no effect. A value that is `derived` or a `default` has neither."""
+        """Return the report's row of the value at ``path``. Its remark says how the value was written and why it has no
+        effect; values that are `derived` or a `default` have no such remark."""
         provenance = self._provenance[path]
         given = provenance in ("user", "dialect", "auto->derived", "auto->default")
         notes = [self._notes[place] for place in _prefixes(path) if place in self._notes and given]
@@ -176,18 +177,16 @@ class Config(ConfigFile):
 
 
 def _prefixes(path: str) -> list[str]:
-    """Return the paths of the sections that a path lies in, from the top, and the path itself last."""
+    """Return the paths of the sections that contain the value at ``path``, outermost first, then ``path`` itself."""
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _batch_sizes(file: ConfigFile, prepared: PreparedSource, world_size: int) -> dict[str, int]:
-    """Return key -> value of the batch sizes that differ from the file: missing ones, and those that a rule derives.
+    """Return, by key, the batch sizes that the file lacks or that a rule replaces.
 
-    ``world_size``: the number of ranks with samples of their own.
-
-    Raises `ConfigError` when the given ones contradict each other.
-    """
+    ``world_size``: the number of ranks with samples of their own. Raises `ConfigError` if the given sizes contradict
+    each other."""
     given: dict[str, int | None] = {name: getattr(file, name) for name in (_batch.TRAIN, _batch.MICRO, _batch.STEPS)}
     any_auto = bool({_batch.TRAIN, _batch.MICRO} & prepared.auto)
     train, micro, steps = given.values()
@@ -201,7 +200,8 @@ def _batch_sizes(file: ConfigFile, prepared: PreparedSource, world_size: int) ->
 
 
 def _provenance(config: Config, prepared: PreparedSource, derived: dict[str, Any]) -> dict[str, str]:
-    """Return path -> origin (see `ReportRow`) of every value; ``derived`` has the values that were derived, by path."""
+    """Return the origin (see `ReportRow`) of every value, by path. ``derived`` has the values that follow from others,
+    by path."""
     found = {}
     for path, _ in leaves(config):
         auto = path in prepared.auto
@@ -217,13 +217,15 @@ def _provenance(config: Config, prepared: PreparedSource, derived: dict[str, Any
 
 
 def _raise_as_written(problems: list[Problem], prepared: PreparedSource) -> None:
-    """Raise `ConfigError` if there are problems, with their paths as the user wrote them."""
+    """Raise `ConfigError` if there are problems, with their paths in the names that the user wrote; otherwise do
+    nothing."""
     if problems:
         raise ConfigError(*(_as_written(problem, prepared) for problem in problems))
 
 
 def _as_written(problem: Problem, prepared: PreparedSource) -> Problem:
-    """Return the problem with its path as the user wrote it, and with the note about that value, if any, in ``got``."""
+    """Return a copy of the problem whose path has the names that the user wrote, and whose ``got`` includes the note
+    about that value, if there is one."""
     note = prepared.notes.get(problem.path, "")
     got = f"{problem.got}, {note}" if note and problem.got else problem.got
     return replace(problem, path=prepared.as_written(problem.path), got=got)

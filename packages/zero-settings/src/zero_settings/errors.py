@@ -11,10 +11,11 @@ _MOST_CHARACTERS, _MOST_LINES = 300, 50
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a configuration: its path, what was expected, what came, a similar valid value, and advice.
+    """One problem of a configuration: the path of the value, what was expected, what was found, a similar valid value,
+    and advice.
 
-    ``got`` and ``action`` are empty, ``nearest`` is None where there is nothing to say. Its text is one line.
-    """
+    ``got`` and ``action`` are empty, ``nearest`` is None where there is nothing to say. ``str(problem)`` is one line of
+    text."""
 
     path: str
     expected: str
@@ -48,12 +49,12 @@ class ConfigError(ValueError):
         super().__init__(lines[0] if len(lines) == 1 else "\n".join((f"{len(problems)} problems:", *lines)))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[Problem, ...]]:
-        """Return what pickle needs to build the error again from its problems."""
+        """Return the class and the problems, from which pickle builds an equal error."""
         return type(self), self.problems
 
 
 def show(value: Any) -> str:
-    """Return a value's `repr` as text of about 80 characters at most, for a message; strings are marked as such."""
+    """Return the `repr` of a value for a message, cut after about 80 characters; strings are marked as such."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, or a list of lists of lists

@@ -15,7 +15,7 @@ Predicate = Callable[[Any], bool]
 
 
 def is_on(value: Any) -> bool:
-    """Return whether a value is exactly true."""
+    """Return whether a value is exactly true; other values that Python takes for true do not count."""
     return value is True
 
 
@@ -25,12 +25,12 @@ def is_given(value: Any) -> bool:
 
 
 def is_above(limit: float) -> Predicate:
-    """Return a predicate that tells whether a value is a number above `limit`."""
+    """Return a predicate: whether a value is a number above ``limit``."""
     return lambda value: isinstance(value, (int, float)) and value > limit
 
 
 def is_not(*inert: Any) -> Predicate:
-    """Return a predicate that tells whether a value is none of `inert`, the values without effect."""
+    """Return a predicate: whether a value is none of ``inert``, the values that switch nothing on."""
     return lambda value: value not in inert
 
 
@@ -166,11 +166,10 @@ _CODECS = {
 
 
 def leaves(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of every key in a section and in the sections inside, in the order of the keys. A section
-    itself is no value.
+    """Yield (path, value) for every key whose value is no section, in ``section`` and the sections inside it, in the
+    order of the keys.
 
-    `path`: of the section, with a dot at the end; empty at the top.
-    """
+    `path`: that of the section, with a dot at the end; empty at the top."""
     for name, value in section:
         if isinstance(value, Section):
             yield from leaves(value, f"{path}{name}.")
@@ -179,7 +178,8 @@ def leaves(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def lookup(section: Section, path: str) -> Any:
-    """Return the value at a dotted path below a section; None where a key on the way is absent or null."""
+    """Return the value at ``path``, keys with dots between, below ``section``; None if a key on the way is absent or
+    null."""
     value: Any = section
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -196,8 +196,8 @@ def refusals(config: Section) -> list[Problem]:
 
 
 def no_effect(config: Section, path: str) -> str:
-    """Return why the value at `path` has no effect, or not the one written, as text for the report; empty if it has its
-    effect. The other values of `config` decide, and `NO_EFFECT`."""
+    """Return why the value at ``path`` has no effect, or a different one than written, as a remark for the report;
+    empty if it has its effect. It depends on the other values of ``config`` and on `NO_EFFECT`."""
     if path.startswith("zero_optimization.offload_param.") and lookup(config, "zero_optimization.stage") != 3:
         return "accepted, no effect: below stage 3 parameters stay on the device"
     if path in _GATHERS and lookup(config, "zero_optimization.stage") != 3:
@@ -233,8 +233,8 @@ def no_effect(config: Section, path: str) -> str:
 
 
 def _group_size_note(config: Section) -> str:
-    """Return the report's note for `sub_group_size`: no effect without an offloaded optimizer, or the elements that are
-    in force because the value is out of bounds; empty where the value itself is in force."""
+    """Return the report's remark on `sub_group_size`: that it has no effect without an offloaded optimizer, or how many
+    elements are used because the value is out of bounds; empty if the value is used as it is."""
     given, used = (lookup(config, f"zero_optimization.{name}") for name in ("sub_group_size", "group_size"))
     if lookup(config, "zero_optimization.offload_optimizer.device") == "none":
         return "accepted, no effect: zero_optimization.offload_optimizer.device is none"
@@ -246,12 +246,13 @@ def _group_size_note(config: Section) -> str:
 
 
 def _has_bf16_moments_on_device(config: Section) -> bool:
-    """Return whether moments have the weights' dtype in any case: no float32 master, and no offloaded optimizer."""
+    """Return whether the optimizer's moments have the weights' dtype even without `bf16_optimizer_states`: there is no
+    float32 master and the optimizer is not offloaded."""
     device = lookup(config, "zero_optimization.offload_optimizer.device")
     return bool(lookup(config, "bf16.bf16_master_weights_and_grads")) and device == "none"
 
 
 def _offload_devices(config: Section) -> set[Any]:
-    """Return the values of `device` of the three offload sections, such as "nvme"."""
+    """Return the values of `device` ("none", "cpu" or "nvme") in the three offload sections."""
     paths = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "offload.activations")
     return {lookup(config, f"{path}.device") for path in paths}

@@ -148,17 +148,16 @@ class ConfigFile(Section):
 
 
 def value_kinds(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, type]]]:
-    """Yield (path, object, kinds) of ``data``, a configuration as written, and of each section in it, outermost first.
+    """Yield (path, object, kinds) for ``data``, a configuration as written, and each section in it, outermost first;
+    ``path`` is empty or dotted, ``object`` the section's dict.
 
-    ``kinds``: of the object's keys with a value that has to be a boolean, an integer, a number or a list of strings,
-    whatever it is now: bool, int, float or tuple. Keys that may be something else besides null, and unknown ones, are
-    left out.
-    """
+    ``kinds``: the type that a key's value has to have, bool, int, float, or tuple for a list of strings, whatever value
+    it has now. Unknown keys, and keys whose values may have other types besides null, are left out."""
     yield from _value_kinds("", data, ConfigFile)
 
 
 def _value_kinds(path: str, data: dict[str, Any], section: type[Section]) -> Iterator[Any]:
-    """Yield as `value_kinds` does, for the object ``data`` of class ``section`` at ``path``."""
+    """Yield what `value_kinds` yields, for ``data``, an object at ``path`` that is read as ``section``."""
     fields = {key: section.model_fields.get(section.aliases.get(key, key)) for key in data}
     kinds = {key: kind for key, field in fields.items() if field and (kind := plain_kind(field.annotation))}
     yield path, data, kinds
@@ -169,11 +168,10 @@ def _value_kinds(path: str, data: dict[str, Any], section: type[Section]) -> Ite
 
 
 def known_keys(section: str, *, aliases: bool = True) -> list[str]:
-    """Return the keys that may be written in a section of the file, such as ``"fp16"``, or with ``""`` at its top.
+    """Return the keys that may be written in ``section``, such as ``"fp16"``, a key at the top of the file; ``""``: the
+    keys at the top.
 
-    ``section`` is a key at the top; sections inside others have no name here. ``aliases``: include their other names.
-    Raises KeyError if there is no such section.
-    """
+    ``aliases``: include other names of the keys. Raises KeyError if the file has no such section at its top."""
     kind = ConfigFile.section_of(section, {}) if section else ConfigFile
     if kind is None:
         raise KeyError(section)

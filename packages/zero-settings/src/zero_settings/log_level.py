@@ -1,4 +1,4 @@
-"""How much the packages say: the environment variable ZERO_LOG."""
+"""The level of the packages' messages, which the environment variable ZERO_LOG names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def log_level() -> int | None:
-    """Return the level of `logging` that the environment variable ZERO_LOG names, None where it is unset or empty.
-    Raises `ConfigError` for a word that is not in `LEVELS`.
-    """
+    """Return the level of `logging` that ZERO_LOG names; None if it is unset or empty. Raises `ConfigError` for a word
+    that is not in `LEVELS`."""
     word = os.environ.get(VARIABLE)
     if not word:
         return None
@@ -24,14 +23,15 @@ def log_level() -> int | None:
 
 
 def says_progress() -> bool:
-    """Return whether ZERO_LOG lets a run say what it is and how far it is. Raises `ConfigError` as `log_level`."""
+    """Return whether runs print their settings and progress: ZERO_LOG is unset, or names "info" or "debug". Raises
+    `ConfigError` for a word that is not in `LEVELS`."""
     level = log_level()
     return level is None or level <= logging.INFO
 
 
 def set_log_levels() -> None:
-    """Give the loggers of all zero packages the level that ZERO_LOG names, if it names one. Raises `ConfigError` as
-    `log_level`."""
+    """Set the loggers of the zero packages to the level that ZERO_LOG names; leave them if it names none. Raises
+    `ConfigError` for a word that is not in `LEVELS`."""
     level = log_level()
     if level is not None:
         for name in ("zero_ckpt", "zero_comm", "zero_core", "zero_offload", "zero_partition"):

@@ -28,7 +28,8 @@ def precision_policy(config: ConfigFile) -> PrecisionPolicy:
 
 
 def build_policy(config: ConfigFile) -> PrecisionPolicy:
-    """Return the policy as `precision_policy` does. Raises `PrecisionError` for dtypes that do not fit together."""
+    """Return what `precision_policy` returns, for a configuration whose dtypes may not be checked yet. Raises
+    `PrecisionError` for dtypes that do not fit together."""
     import torch
 
     from zero_precision import PrecisionPolicy, parse_dtype
@@ -56,8 +57,8 @@ def build_policy(config: ConfigFile) -> PrecisionPolicy:
 
 
 def input_dtype(config: ConfigFile) -> torch.dtype | None:
-    """Return the dtype to which the model's floating inputs are cast, by `auto_cast` of fp16 or bf16; None where they
-    stay as they are."""
+    """Return the dtype that floating inputs of the model are cast to, because `auto_cast` of fp16 or bf16 asks for it;
+    None where inputs stay as they are."""
     import torch
 
     if config.fp16.enabled and config.fp16.auto_cast:
@@ -79,18 +80,16 @@ def changes_default_dtypes(config: ConfigFile) -> bool:
 
 
 def _masterless_fields(half: torch.dtype, enabled: bool) -> dict[str, Any]:
-    """Return the fields of a policy that has no float32 master and accumulates in the dtype ``half``; an empty dict if
-    not enabled."""
+    """Return the fields of a `PrecisionPolicy` without float32 masters that accumulates gradients in ``half``; an empty
+    dict unless ``enabled``."""
     return {"master_dtype": None, "accumulate_dtype": half} if enabled else {}
 
 
 def loss_scale(config: ConfigFile) -> LossScale:
-    """Return the loss scale: dynamic for float16 unless `fp16.loss_scale` is a constant, `NoLossScale` for other
-    dtypes.
+    """Return a new loss scale. For float16, under torch_autocast too, it is as the fp16 section says, dynamic unless
+    `fp16.loss_scale` is a constant; for other dtypes it is `NoLossScale`.
 
-    float16 under torch_autocast needs one too, and takes its settings from the fp16 section. Raises `PrecisionError`
-    for settings that do not fit together.
-    """
+    Raises `PrecisionError` for settings that do not fit together."""
     fp16 = config.fp16
     if not (fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")):
         return NoLossScale()
@@ -106,20 +105,19 @@ def loss_scale(config: ConfigFile) -> LossScale:
 
 
 def autocast_modules(config: ConfigFile) -> tuple[type[nn.Module], ...] | None:
-    """Return the classes of `torch_autocast.lower_precision_safe_modules`, or None for the default ones. Imports the
-    modules that the names are in.
+    """Return the module classes that `torch_autocast.lower_precision_safe_modules` names, after importing the modules
+    they are in; None if the key is not given.
 
-    Raises `ConfigError` for a name that is not a module class.
-    """
+    Raises `ConfigError` for a name that is not a module class."""
     names = config.torch_autocast.lower_precision_safe_modules
     return None if names is None else tuple(_module_class(index, name) for index, name in enumerate(names))
 
 
 def _module_class(index: int, name: str) -> type[nn.Module]:
-    """Return the module class with this full name, importing its module.
+    """Return the `nn.Module` class whose full name is ``name``, after importing its module.
 
-    ``index``: its place in the list, for the `ConfigError` that is raised when there is none.
-    """
+    ``index``: the name's position in `lower_precision_safe_modules`, for the `ConfigError` that is raised if it is no
+    module class."""
     from torch import nn
 
     path = f"torch_autocast.lower_precision_safe_modules[{index}]"
