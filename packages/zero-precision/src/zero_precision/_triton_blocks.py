@@ -20,10 +20,11 @@ _TILE = 4096  # elements that one program holds at a time
 
 
 class _Format(NamedTuple):
-    """A format's codes: signed integers where ``mantissa`` is 0, otherwise the bit patterns of an 8-bit float.
-    ``limit``: the largest magnitude; ``largest``: its code's bits without the sign; ``mantissa`` (bits), ``bias`` (of
-    the exponent): 0 for integers; ``special``: the first fp8 code that is infinity or NaN.
-    """
+    """How a format encodes numbers: as signed integers if ``mantissa`` is 0, else as bit patterns of an 8-bit float.
+
+    ``limit``: the largest magnitude; ``largest``: the bits of its code without the sign; ``mantissa``: its bits;
+    ``bias``: of the exponent; ``special``: the first bit pattern that is infinity or NaN. The last three are 0 for
+    integers."""
 
     limit: float
     largest: int
@@ -42,9 +43,8 @@ _FORMATS = {
 
 @triton.jit
 def _nearest_integer(bits, power: tl.constexpr):
-    """Return 2^power times the float32 >= 0 with these bits as the nearest integer, ties to even. The result must be
-    below 2^23.
-    """
+    """Return 2^power times x, rounded to the nearest integer, ties to even, as int32. ``bits``: those of x, a float32
+    >= 0. The result must be below 2^23."""
     shift = tl.maximum(tl.minimum(149 - power - (bits >> 23), 24), 0)  # leaves one binary digit after the point
     mantissa = (bits & 0x7FFFFF) | 0x800000
     halves = mantissa >> shift
@@ -55,13 +55,12 @@ def _nearest_integer(bits, power: tl.constexpr):
 
 @triton.jit
 def _codes(scaled, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Round ``scaled``, float32 elements divided by their block's scale, to the nearest codes, ties to even; return
-    them as int32.
+    """Return the codes of ``scaled``, float32 elements divided by their block's scale, rounded to the nearest, ties to
+    even, as int32.
 
     With MANTISSA 0 codes are integers from -LARGEST to LARGEST. Otherwise they are bit patterns of an 8-bit float, 0 to
     255, with MANTISSA bits of mantissa, exponent bias BIAS and the sign in bit 7; LARGEST limits the bits below the
-    sign. NaN and infinities are not expected.
-    """
+    sign. ``scaled`` must be finite."""
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     if MANTISSA == 0:
@@ -91,12 +90,11 @@ def _encode(
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Write the payload and scales of ROWS blocks of ``x`` (``numel`` elements), in a pass for the largest magnitudes
-    and one for the codes.
+    """Write the payload and scales of ROWS blocks of ``x`` (``numel`` elements, BLOCK per block). One pass over the
+    blocks finds their largest magnitudes, a second writes the codes.
 
-    Each pass reads COLUMNS elements of every block, of BLOCK elements, at a time. NIBBLES: two codes per byte. LIMIT,
-    LARGEST, MANTISSA and BIAS are those of the format, see `_Format`.
-    """
+    Each pass reads COLUMNS elements of all ROWS blocks at a time. NIBBLES: two codes per byte. LIMIT, LARGEST, MANTISSA
+    and BIAS are those of the format, see `_Format`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     largest = tl.zeros((ROWS,), tl.int32)
@@ -147,12 +145,10 @@ def _decode(
     SPECIAL: tl.constexpr,
     BFLOAT16: tl.constexpr,
 ):
-    """Write TILE elements of ``out`` (``numel`` in all), codes times scales: with BFLOAT16 as int16, the bits of
-    bfloat16.
+    """Write TILE elements of ``out`` (``numel`` in all): each code in ``payload`` times its block's scale.
 
-    BLOCK elements share a scale. NIBBLES: two codes per byte. MANTISSA, BIAS and SPECIAL are those of the format, see
-    `_Format`.
-    """
+    BLOCK elements share a scale. NIBBLES: two codes per byte. BFLOAT16: ``out`` is bfloat16, viewed as int16. MANTISSA,
+    BIAS and SPECIAL are those of the format, see `_Format`."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     here = place < numel
     if NIBBLES:
@@ -187,9 +183,9 @@ class TritonBlockQuantizer:
     """`BlockQuantizer` by Triton, for tensors on a CUDA device, or on the CPU in Triton's interpreter."""
 
     def quantize_blocks(self, x: Tensor, format: str, block: int) -> tuple[Tensor, Tensor]:
-        """Return payload (uint8) and scales (float32) of the contiguous 1-D tensor `x`, in `format` with `block`
-        elements per scale, as new tensors on its device. The host does not wait.
-        """
+        """Return the payload (uint8) and the scales (float32) of the contiguous 1-D tensor `x` as new tensors on its
+        device: codes in `format`, one scale for every `block` elements (see `BlockQuantizer`). The host does not wait
+        for the device."""
         limit, largest, mantissa, bias, _ = _FORMATS[format]
         nibbles = format == "int4"
         payload = x.new_empty((x.numel() + 1) // 2 if nibbles else x.numel(), dtype=torch.uint8)
@@ -216,9 +212,8 @@ class TritonBlockQuantizer:
         return payload, scales
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: str, block: int) -> None:
-        """Write the elements decoded from `payload` and `scales`, encoded with the same `format` and `block`, into the
-        contiguous 1-D tensor `out`. The host does not wait.
-        """
+        """Write the elements decoded from `payload` and `scales`, which were encoded with the same `format` and
+        `block`, into the contiguous 1-D tensor `out`. The host does not wait for the device."""
         _, _, mantissa, bias, special = _FORMATS[format]
         brain = out.dtype == torch.bfloat16
         target = out.view(torch.int16) if brain else out

@@ -36,19 +36,18 @@ class BlockQuantizer(Protocol):
         """
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: BlockFormat, block: int) -> None:
-        """Write code x scale into `out` (contiguous, 1-D, floating, of the original length), from what
-        `quantize_blocks` returned for the same `format` and `block`.
-        """
+        """Write code x scale for every element into `out` (contiguous, 1-D, floating, of the length of the encoded
+        tensor). `payload` and `scales` are what `quantize_blocks` returned for the same `format` and `block`."""
 
 
 class TorchBlockQuantizer:
     """`BlockQuantizer` in plain torch, on any device: the reference for the kernels."""
 
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
-        """Return payload (uint8) and scales (float32) of the 1-D tensor `x`, in `format` with `block` elements per
-        scale (an even number for ``int4``), on its device. The last block may be shorter. Payload: a byte for each
-        element, for ``int4`` one for two elements, rounded up.
-        """
+        """Return the payload (uint8) and the scales (float32) of the 1-D tensor `x`, as new tensors on its device.
+
+        One scale is for `block` elements (an even number for ``int4``); the last block may be shorter. The payload has
+        one byte per element, for ``int4`` one per two elements, rounded up."""
         limit = LARGEST_CODE[format]
         rows, scales = _scaled_rows(x, block, limit)
         rows.clamp_(-limit, limit)
@@ -70,12 +69,11 @@ class TorchBlockQuantizer:
 
 
 def _scaled_rows(x: Tensor, block: int, limit: float) -> tuple[Tensor, Tensor]:
-    """Return `x` over its blocks' scales, as float32 rows of `block` elements (the tail padded with zeros), and the
-    scales.
+    """Return (rows, scales): `x` divided by its blocks' scales, as float32 rows of `block` elements, the last one
+    padded with zeros; and the scale of each block, infinite for one with NaN or infinities.
 
-    ``limit``: the largest code. For a block with NaN or infinities the row has the codes themselves, for one below
-    2^-100 zeros.
-    """
+    ``limit``: the largest code. The row of a block with NaN or infinities has the codes 1 and -1 for its infinities and
+    zeros elsewhere; that of a block whose maximum is below 2^-100 has zeros."""
     padded = x.new_zeros(-(-x.numel() // block) * block, dtype=torch.float32)
     padded[: x.numel()].copy_(x)
     rows = padded.view(-1, block)
@@ -89,15 +87,15 @@ def _scaled_rows(x: Tensor, block: int, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def _pack_nibbles(codes: Tensor) -> Tensor:
-    """Return an even number of `int4` codes, one per byte (uint8), as two per byte: the even element in the
-    low half.
-    """
+    """Return an even number of `int4` codes, given one per byte (uint8), as two per byte: the element of even index in
+    the low half."""
     pairs = codes.view(-1, 2)
     return (pairs[:, 0] & 0x0F) | (pairs[:, 1] << 4)
 
 
 def _unpack_nibbles(payload: Tensor, numel: int) -> Tensor:
-    """Undo `_pack_nibbles`: return the first `numel` codes, one per byte, sign-extended to int8 and viewed as uint8."""
+    """Return the first `numel` codes of `payload`, two per byte, as one per byte, sign-extended and viewed as uint8:
+    the inverse of `_pack_nibbles`."""
     signed = payload.view(torch.int8)
     low = (signed << 4) >> 4
     high = signed >> 4

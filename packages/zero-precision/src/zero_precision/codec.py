@@ -84,8 +84,7 @@ class BlockCodec:
 
     def _check_decode(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
         """Raise `PrecisionError` unless `out` is contiguous, 1-D and floating, and `payload` and `scales` have the
-        dtypes and sizes that so many elements call for.
-        """
+        dtypes and sizes that its number of elements requires."""
         if out.dim() != 1 or not out.is_floating_point() or not out.is_contiguous():
             raise PrecisionError(
                 f"BlockCodec.decode: expected a contiguous 1-D floating `out`, got {tuple(out.shape)} {out.dtype}"

@@ -21,28 +21,26 @@ class DeviceBlockQuantizer:
         self._torch = TorchBlockQuantizer()
 
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
-        """Return payload (uint8) and scales (float32) of the contiguous 1-D tensor `x`, in `format` with `block`
-        elements per scale, on its device.
-        """
+        """Return the payload (uint8) and the scales (float32) of the contiguous 1-D tensor `x` as new tensors on its
+        device: codes in `format`, one scale for every `block` elements (see `BlockQuantizer`)."""
         return self._for_device(x.device).quantize_blocks(x, format, block)
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: BlockFormat, block: int) -> None:
-        """Write the elements decoded from `payload` and `scales`, encoded with the same `format` and `block`, into the
-        1-D tensor `out`.
-        """
+        """Write the elements decoded from `payload` and `scales`, which were encoded with the same `format` and
+        `block`, into the contiguous 1-D tensor `out`."""
         self._for_device(out.device).dequantize_blocks(payload, scales, out, format, block)
 
     def describe(self, device: torch.device) -> str:
-        """Return the name of the implementation for `device`, for people; on CUDA without Triton also the reason."""
+        """Return the name of the implementation that tensors on `device` use, as text for people; on CUDA without
+        Triton also the reason."""
         if device.type != "cuda":
             return "plain torch"
         _, said = _triton_quantizer()
         return said
 
     def _for_device(self, device: torch.device) -> BlockQuantizer:
-        """Return the quantizer for tensors on `device`: Triton's on CUDA if it can be imported, else that of plain
-        torch.
-        """
+        """Return the quantizer for tensors on `device`: Triton's on CUDA if triton can be imported, else the one in
+        plain torch."""
         if device.type != "cuda":
             return self._torch
         kernels, _ = _triton_quantizer()
@@ -51,9 +49,8 @@ class DeviceBlockQuantizer:
 
 @functools.cache
 def _triton_quantizer() -> tuple[BlockQuantizer | None, str]:
-    """Return Triton's quantizer, None where triton cannot be imported, and a description of what is used instead, for
-    people.
-    """
+    """Return (quantizer, description): Triton's quantizer, or None where triton cannot be imported, and text for people
+    that says which implementation is used and why. Cached."""
     try:
         import triton
 

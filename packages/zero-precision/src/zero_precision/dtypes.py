@@ -19,10 +19,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """Return the training dtype called `name`: `"bf16"`, `"bfloat16"`, `"torch.bfloat16"`, `"BF16"` and the like.
+    """Return the training dtype that `name` stands for: `"bf16"`, `"bfloat16"`, `"torch.bfloat16"`, `"BF16"` and the
+    like; a torch dtype stands for itself.
 
-    A dtype is returned as it is. Raises `PrecisionError` for anything that is not a training dtype.
-    """
+    Raises `PrecisionError` for anything that is not a training dtype."""
     if isinstance(name, torch.dtype):
         if name in _SHORT:
             return name

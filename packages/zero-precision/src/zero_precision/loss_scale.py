@@ -22,7 +22,7 @@ class LossScale(Protocol):
 
     @property
     def scale(self) -> float:
-        """Return the factor of the next loss."""
+        """Return the factor by which the next loss is multiplied."""
 
     def update(self, overflow: bool) -> bool:
         """Adapt the scale to the outcome of a step, and return whether the optimizer is to take the step.
@@ -35,7 +35,7 @@ class LossScale(Protocol):
         """Return the state as plain data for a checkpoint; ``kind`` names the class of loss scale."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a loss scale of this kind; ignore that of another kind."""
+        """Restore ``state``, which `state_dict` returned; do nothing if it is that of another class of loss scale."""
 
 
 class NoLossScale:
@@ -66,7 +66,7 @@ class StaticLossScale:
 
     @property
     def scale(self) -> float:
-        """Return the constant factor of the loss."""
+        """Return the factor by which losses are multiplied, which is constant."""
         return self._scale
 
     def update(self, overflow: bool) -> bool:
@@ -118,7 +118,7 @@ class DynamicLossScale:
 
     @property
     def scale(self) -> float:
-        """Return the factor of the next loss."""
+        """Return the factor by which the next loss is multiplied."""
         return self._scale
 
     def update(self, overflow: bool) -> bool:
@@ -136,8 +136,8 @@ class DynamicLossScale:
         return not overflow
 
     def _shrink(self) -> None:
-        """Use up one unit of hysteresis, or, at the last one, halve the scale, not below the minimum. Raises
-        `LossScaleError` if the scale is at the minimum already."""
+        """Respond to an overflow: use up one unit of hysteresis, or, if one is left, halve the scale, not below the
+        minimum. Raises `LossScaleError` if the scale is then at the minimum already."""
         if self._hysteresis_left > 1:
             self._hysteresis_left -= 1
             return
@@ -151,9 +151,8 @@ class DynamicLossScale:
         self._scale = max(self._scale / 2.0, self._minimum)
 
     def _grow(self) -> None:
-        """Double the scale and refill the hysteresis, if the clean calls before this one fill a whole number of
-        windows; with `consecutive_hysteresis` refill it in any case.
-        """
+        """Respond to a call without an overflow: double the scale and refill the hysteresis if the clean calls before
+        fill a whole number of windows. With `consecutive_hysteresis` refill it in any case."""
         if self._consecutive:
             self._hysteresis_left = self._hysteresis
         clean_before = self._calls - self._last_overflow - 1
@@ -174,11 +173,11 @@ class DynamicLossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the state of a dynamic loss scale; ignore that of another kind.
+        """Restore the scale and counters of ``state``, which `state_dict` returned; do nothing if it is that of another
+        class of loss scale.
 
         The window, hysteresis and minimum of this object stay, and limit what is loaded. Raises `PrecisionError` for
-        missing keys or bad values.
-        """
+        missing keys or bad values."""
         if state.get("kind") != "dynamic":
             return
         missing = [key for key in ("scale", "calls", "last_overflow", "hysteresis_left") if key not in state]
@@ -191,14 +190,16 @@ class DynamicLossScale:
 
 
 def _positive_float(name: str, value: float) -> float:
-    """Return ``value`` as a float. Raises `PrecisionError`, naming ``name``, unless it is positive and finite."""
+    """Return ``value`` as a float. Raises `PrecisionError` unless it is positive and finite; ``name``: the argument's,
+    for the message."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise PrecisionError(f"{name}: expected a positive finite number, got {value!r}")
     return float(value)
 
 
 def _positive_int(name: str, value: int) -> int:
-    """Return ``value``. Raises `PrecisionError`, naming ``name``, unless it is an int of at least 1."""
+    """Return ``value``. Raises `PrecisionError` unless it is an int of at least 1; ``name``: the argument's, for the
+    message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PrecisionError(f"{name}: expected an integer of at least 1, got {value!r}")
     return value

@@ -21,13 +21,13 @@ AUTOCAST_MODULES: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d
 
 
 def keep_fp32(module: nn.Module, patterns: Iterable[KeepPattern], *, strict: bool = True) -> frozenset[str]:
-    """Return the names of the floating parameters and buffers that stay in float32, tied names included.
+    """Return the names of the floating parameters and buffers of ``module`` that ``patterns`` select to stay in
+    float32.
 
     A string matches complete dotted parts anywhere in a name, and `*` any characters: `norm` selects
     `layers.0.norm.weight` but not `layernorm.weight`, which `*norm` selects. A module class selects everything inside
-    its instances. A tied tensor with one selected name is kept under all its names. With `strict` a pattern that
-    selects nothing raises `PrecisionError` with the nearest name.
-    """
+    its instances. If one name of a tied tensor is selected, all its names are. With `strict` a pattern that selects
+    nothing raises `PrecisionError`, which suggests a similar name."""
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors.update(module.named_buffers(remove_duplicate=False))
     names = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
@@ -113,7 +113,7 @@ def cast_floating(tree: T, dtype: torch.dtype) -> T:
 
 
 def _select(module: nn.Module, names: Iterable[str], pattern: KeepPattern) -> set[str]:
-    """Return those of ``names`` that the pattern selects in ``module``, see `keep_fp32`."""
+    """Return those of ``names`` that ``pattern`` selects in ``module``, by the rules of `keep_fp32`."""
     if isinstance(pattern, str):
         expression = re.compile(rf"(^|\.){'.*'.join(map(re.escape, pattern.split('*')))}($|\.)")
         return {name for name in names if expression.search(name)}
@@ -122,9 +122,8 @@ def _select(module: nn.Module, names: Iterable[str], pattern: KeepPattern) -> se
 
 
 def _nothing_selected_message(names: Iterable[str], pattern: KeepPattern) -> str:
-    """Return the text of the error for a pattern that selects none of ``names``, with the part of a name that is most
-    like it.
-    """
+    """Return the message of the error for a ``pattern`` that selects none of ``names``; it suggests the part of a name
+    that is most like the pattern."""
     if not isinstance(pattern, str):
         return f"keep_fp32: the model has no module of class {pattern.__name__} with floating parameters"
     parts = sorted({part for name in names for part in name.split(".")})

@@ -16,9 +16,8 @@ KeepPattern = str | type[nn.Module]
 
 
 class PolicyRow(NamedTuple):
-    """One row of the table: the thing, its dtype, bytes per element (0 if it has none of its own), and the lowest stage
-    that shards it, None if no stage does.
-    """
+    """One row of `PrecisionPolicy.table`: the thing (such as "master"), its dtype, its bytes per element (0 if it has
+    no memory of its own), and the lowest stage that shards it, None if no stage does."""
 
     thing: str
     dtype: str
@@ -104,7 +103,8 @@ class PrecisionPolicy:
 
     @classmethod
     def _mixed(cls, half: torch.dtype, overrides: dict[str, Any]) -> PrecisionPolicy:
-        """Return a policy with parameters and wire in ``half`` and all else in float32, then ``overrides``."""
+        """Return a policy with parameters and wire in ``half`` and all else in float32, after replacing the fields in
+        ``overrides``."""
         fields: dict[str, Any] = {"param_dtype": half, "wire_dtype": half, "master_dtype": torch.float32}
         return cls(**{**fields, **overrides})
 
@@ -147,9 +147,7 @@ class PrecisionPolicy:
         return sum(nbytes / (world_size if stage >= sharded else 1) for nbytes, sharded in (*terms, (optimizer, 1)))
 
     def table(self) -> tuple[PolicyRow, ...]:
-        """Return the policy as rows (thing, name of its dtype, bytes per element, lowest stage that shards it or None),
-        one per thing that has a dtype.
-        """
+        """Return one row per thing that has a dtype, such as the gradients or the master."""
         master = self.master_dtype if self.has_master else None
         rows = [
             PolicyRow("parameter", dtype_name(self.param_dtype), self.param_dtype.itemsize, 3),
@@ -175,7 +173,8 @@ class PrecisionPolicy:
         return "\n".join(line.rstrip() for line in lines)
 
     def _check_training_dtype(self, field: str) -> None:
-        """Raise `PrecisionError` unless the field is a training dtype; None passes where it is allowed."""
+        """Raise `PrecisionError` unless the value of ``field`` is a training dtype. None passes for `master_dtype` and
+        `buffer_dtype`."""
         dtype = getattr(self, field)
         if dtype is None and field in ("master_dtype", "buffer_dtype"):
             return
@@ -184,9 +183,8 @@ class PrecisionPolicy:
             raise PrecisionError(f"PrecisionPolicy.{field}: expected one of {known}, got {dtype!r}")
 
     def _check_one_half_format(self) -> None:
-        """Raise `PrecisionError`, naming the fields, if the policy has both float16 and bfloat16, which together lose
-        range one way and digits the other.
-        """
+        """Raise `PrecisionError`, naming the fields, if the policy mixes float16 and bfloat16, which loses range in one
+        direction and digits in the other."""
         fields = {field: getattr(self, field) for field in _DTYPE_FIELDS}
         half = [field for field, dtype in fields.items() if dtype == torch.float16]
         brain = [field for field, dtype in fields.items() if dtype == torch.bfloat16]
@@ -197,9 +195,8 @@ class PrecisionPolicy:
             )
 
     def _check_not_narrower(self, field: str, than: str) -> None:
-        """Raise `PrecisionError` if the dtype of ``field`` has fewer bytes than that of the field ``than``; None
-        passes.
-        """
+        """Raise `PrecisionError` if the dtype of the field ``field`` has fewer bytes than that of the field ``than``.
+        None in ``field`` passes."""
         dtype, other = getattr(self, field), getattr(self, than)
         if dtype is not None and dtype.itemsize < other.itemsize:
             raise PrecisionError(
@@ -212,7 +209,8 @@ _DTYPE_FIELDS = ("param_dtype", "accumulate_dtype", "wire_dtype", "master_dtype"
 
 
 def _checked_patterns(patterns: Any) -> tuple[KeepPattern, ...]:
-    """Return the patterns as a tuple. Raises `PrecisionError` unless they are a list of names and module classes."""
+    """Return ``patterns``, those of the field `keep_fp32`, as a tuple. Raises `PrecisionError` unless they are a list
+    of strings and module classes."""
     if isinstance(patterns, (str, type)):
         raise PrecisionError(f"PrecisionPolicy.keep_fp32: expected a list of patterns, got {patterns!r}")
     for pattern in patterns:
@@ -224,5 +222,5 @@ def _checked_patterns(patterns: Any) -> tuple[KeepPattern, ...]:
 
 
 def _stage_text(stage: int | None) -> str:
-    """Return a stage as text, "-" for None."""
+    """Return a stage for the printed table, such as "stage 2"; "-" for None."""
     return "-" if stage is None else f"stage {stage}"

@@ -53,8 +53,8 @@ class SignCodec:
         return _pack_bits((rows < 0).view(-1)[: self.payload_nbytes(x.numel()) * 8]), scales
 
     def decode(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Write every element, plus or minus the scale of its block, into `out` (1-D, floating). Raises
-        `PrecisionError` if `payload` and `scales` are not those of so many elements."""
+        """Write the elements into `out` (1-D, floating): the scale of each element's block, with the element's sign.
+        Raises `PrecisionError` if `payload` and `scales` are not those of `out.numel()` elements."""
         expected = (self.payload_nbytes(out.numel()), self.scales_numel(out.numel()))
         if (payload.numel(), scales.numel()) != expected or out.dim() != 1 or not out.is_floating_point():
             raise PrecisionError(
@@ -69,7 +69,7 @@ class SignCodec:
 
 
 def _pack_bits(flags: Tensor) -> Tensor:
-    """Return contiguous booleans (a multiple of 8) as bytes, flag i in bit i % 8 of byte i // 8."""
+    """Return booleans, contiguous and a multiple of 8 in number, as uint8: flag i is bit i % 8 of byte i // 8."""
     return (flags.view(torch.uint8).view(torch.int64) * _GATHER >> 56).to(torch.uint8)
 
 

@@ -33,7 +33,8 @@ __all__ = ["Bitwise", "Difference", "Judge", "Recording", "ScriptRun", "Variant"
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on its first use, and return it. Raises AttributeError for any other name."""
+    """Return a public name from the module that defines it, which is imported now. Raises AttributeError for any other
+    name."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name], __name__), name)
@@ -42,4 +43,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet."""
     return [*__all__, "__version__"]

@@ -27,11 +27,10 @@ _BOUND_IN_EPSILONS = 16
 
 
 def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add `verify` to the commands of a parser and return its own parser; the parsed namespace's `run(namespace)`
-    returns the exit status.
+    """Add the command `verify` to ``subparsers`` and return its parser. The namespace that parsing returns has an
+    attribute `run`: `run(namespace)` runs the command and returns the exit status.
 
-    The caller sets ``script_arguments`` to the words of the command line after ``--``.
-    """
+    The caller sets ``script_arguments`` of the namespace to the words of the command line after ``--``."""
     parser = subparsers.add_parser(
         "verify",
         help="compare a script's training at stage 0 and under a configuration",
@@ -65,9 +64,11 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Run the script in all variants and compare them; return the exit status, as `_ABOUT` lists it. Recordings go to
-    ``--keep`` or a temporary folder. Raises `UsageError` for a missing script, an unreadable configuration, and a
-    folder of ``--keep`` that exists."""
+    """Run the script in all variants and compare them; return the exit status: 0 all equal, 1 something differs, 2 the
+    script cannot be compared.
+
+    Recordings go to the folder ``--keep``, or to a temporary one. Raises `UsageError` for a missing script, an
+    unreadable configuration, and a folder ``--keep`` that exists."""
     from zero_core.errors import UsageError
 
     from .running import ScriptRun
@@ -95,12 +96,15 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 class NothingToCompare(RuntimeError):
-    """Raised when the script made no engine that took a step."""
+    """The script made no engine that took a step."""
 
 
 class _Runs:
-    """Runs one script in several variants, each when it is needed, and compares them. ``plan``: the common settings;
-    ``options``: the parsed command line."""
+    """Runs one script in several variants (see `Variant`), each when it is needed, and compares them. ``plan``: the
+    settings that all runs share; ``options``: the parsed command line.
+
+    Each run is recorded to a folder of its own, below that of ``plan``. Exit statuses: 0 all equal, 1 something
+    differs, 2 the script cannot be compared."""
 
     def __init__(self, plan: ScriptRun, options: argparse.Namespace) -> None:
         self._plan = plan
@@ -111,8 +115,8 @@ class _Runs:
         self._name = Path(plan.config).name if plan.config else "the script's configuration"
 
     def compare(self) -> int:
-        """Run and compare the variants and print the results; return the exit status, as `_ABOUT` lists it. A failed
-        run and a script without steps are printed as errors."""
+        """Run the script at stage 0 and under the configuration, print how they compare, and return the exit status. If
+        they are equal, compare with float32 too. A failed run and a script without steps are printed as errors."""
         from zero_launch import LaunchError
 
         from .comparison import Bitwise, Within
@@ -134,8 +138,11 @@ class _Runs:
             return _CANNOT
 
     def _explain(self, found: Difference, judge: Judge) -> int:
-        """Run stage 0 again: if it differs from itself, print that and return 2; else print ``found``, the difference
-        from the configuration's run, and return 1. ``judge`` compares both runs at stage 0."""
+        """Run the script at stage 0 again. If it differs from the first run at stage 0, print that it does not repeat
+        itself and return 2. Otherwise print ``found``, the difference between the configuration and stage 0, and return
+        1.
+
+        ``judge`` says whether the two runs at stage 0 differ."""
         from .variants import Variant
 
         _say(f"{self._name} differs from stage 0; once more at stage 0, to see whether the script repeats itself")
@@ -152,8 +159,8 @@ class _Runs:
         return 1
 
     def _compare_with_float32(self) -> int:
-        """If the configuration computes in 16 bits, compare with float32 and print the result; return the exit status,
-        0 without a comparison."""
+        """If the configuration computes in 16 bits, run the script in float32 too, print how the two compare, and
+        return the exit status. Otherwise, and with ``--no-float32``, return 0."""
         from .comparison import Within
         from .recording import Recording
         from .variants import Variant, rounding
@@ -172,8 +179,8 @@ class _Runs:
         return 0
 
     def _record(self, variant: Variant, name: str, title: str) -> None:
-        """Run the script on all ranks as ``variant``, recorded to the folder ``name``; ``title``: of the run, in the
-        output. Raises `zero_launch.LaunchError` if the run fails."""
+        """Run the script on all ranks as ``variant`` and record it to the folder called ``name``. ``title``: of the
+        run, for the line that is printed. Raises `zero_launch.LaunchError` if the run fails."""
         from zero_launch import LaunchSpec, launch
 
         folder = Path(self._plan.folder) / name
@@ -186,8 +193,9 @@ class _Runs:
         )
 
     def _difference(self, expected: str, got: str, judge: Judge) -> Difference | None:
-        """Return the first difference of the recordings in the folders ``expected`` and ``got`` that ``judge`` does not
-        accept; None without one. Raises `NothingToCompare` if ``expected`` has no steps."""
+        """Return the first difference that ``judge`` does not accept between the recordings in the folders called
+        ``expected`` and ``got``; None if there is none. Raises `NothingToCompare` if no engine of ``expected`` took a
+        step."""
         from .comparison import compare
         from .recording import Recording
 
@@ -201,7 +209,8 @@ class _Runs:
         return compare(ours, Recording(folder / got), judge)
 
     def _step_counts(self) -> str:
-        """Return the number of steps that each engine took under the configuration, as text."""
+        """Return text that says how many steps each engine took under the configuration, and how many were asked for if
+        those are more."""
         from .recording import Recording
 
         recording = Recording(Path(self._plan.folder) / "given")
@@ -211,8 +220,8 @@ class _Runs:
 
 
 def _check_config(path: str) -> None:
-    """Raise `UsageError` for a configuration file that cannot be read, before any rank starts; ranks check its
-    values."""
+    """Raise `UsageError` if the file at ``path`` cannot be read as a configuration. Its values are not checked: the
+    ranks do that."""
     from zero_core.errors import UsageError
     from zero_settings import ConfigError, read
 
@@ -223,7 +232,7 @@ def _check_config(path: str) -> None:
 
 
 def _make_new(folder: Path) -> None:
-    """Create ``folder``. Raises `UsageError` if it exists."""
+    """Create ``folder``, the value of ``--keep``, and its parents. Raises `UsageError` if it exists."""
     from zero_core.errors import UsageError
 
     try:
@@ -233,19 +242,20 @@ def _make_new(folder: Path) -> None:
 
 
 def _default_nproc() -> int:
-    """Return the number of accelerators of this machine; 2 if there are none."""
+    """Return the number of ranks to start by default: one per accelerator of this machine, 2 if it has none."""
     import torch
 
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 2
 
 
 def _count(text: str) -> int:
-    """Return ``text`` as an integer >= 1, for argparse. Raises `argparse.ArgumentTypeError` for other text."""
+    """Return the text of a command-line argument as an integer >= 1. Raises `argparse.ArgumentTypeError` for other
+    text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)
 
 
 def _say(text: str) -> None:
-    """Print a line of the command's."""
+    """Print ``text`` as one line to standard output, after the command's name."""
     print(f"zero-core verify: {text}", flush=True)

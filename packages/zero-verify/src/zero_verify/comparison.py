@@ -42,8 +42,10 @@ class Difference:
 
 
 class Judge(Protocol):
-    """Decides which differences count between a step that is ``expected`` and one that a run ``got``. ``number``: the
-    step's number, from 0."""
+    """Decides which differences count between ``expected``, a value or step of the reference run, and ``got``, that of
+    the other run. ``number``: the step's number, from 0.
+
+    A description of a difference is text for people; it is empty where the difference does not count."""
 
     def loss(self, number: int, expected: float, got: float) -> str:
         """Return a description of the difference between two losses, empty if it is acceptable."""
@@ -52,22 +54,23 @@ class Judge(Protocol):
         """Return a description of the difference between two gradient norms, empty if it is acceptable."""
 
     def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Yield (parameter, description) for each weight that forward read and that differs."""
+        """Yield (parameter name, description) for each weight whose values differ where a module's forward read it."""
 
     def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Yield (parameter, description) for each tensor of a ``kind``, `GRADIENT` or `WEIGHT`, that differs."""
+        """Yield (parameter name, description) for each full tensor of ``kind``, `GRADIENT` or `WEIGHT`, that
+        differs."""
 
     def should_continue(self, expected: Step, got: Step) -> bool:
         """Return whether to compare further steps of the engine after these two."""
 
 
 def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | None:
-    """Return the first difference that ``judge`` does not accept, in the order in which the values are computed; else
-    None.
+    """Return the first difference of two runs that ``judge`` does not accept, in the order in which the values were
+    computed; None if there is none.
 
-    Per step: the weights that forward reads on each rank, losses, averaged gradients, the gradient norm, the weights
-    after the step. Another number of engines, and of steps of an engine whose steps were all compared, differ too.
-    """
+    Compared per step are the weights that forward reads on each rank, losses, averaged gradients, the gradient norm,
+    and the weights after the step. Runs also differ if they have different numbers of engines or of steps of an engine;
+    the latter only if ``judge`` compared all steps of that engine."""
     if len(expected.engines) != len(got.engines):
         return Difference("", 0, "the number of engines", "", _scalars(len(expected.engines), len(got.engines)))
     for engine in range(len(expected.engines)):
@@ -89,7 +92,8 @@ def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | N
 def _first_difference(
     number: int, expected: Step, got: Step, judge: Judge
 ) -> tuple[str, str, str, tuple[str, ...]] | None:
-    """Return (what, name, detail, others) of the first difference in a step, as in `Difference`; None without one."""
+    """Return (what, name, detail, others), fields of the `Difference`, for the first difference in step ``number`` that
+    ``judge`` does not accept; None if there is none."""
     found = list(judge.reads(expected, got))
     if found:
         return _named("the weight that forward reads", found)
@@ -112,29 +116,34 @@ def _first_difference(
 
 
 def _named(what: str, found: Sequence[tuple[str, str]]) -> tuple[str, str, str, tuple[str, ...]]:
-    """Return (what, name, detail, others) of the differences ``found``, (parameter, description) each, the first as
-    name."""
+    """Return (what, name, detail, others), fields of one `Difference`, for the differences ``found`` in one step: the
+    first one is named, the parameters of the rest are the others.
+
+    ``what``: such as "the gradient"; ``found``: (parameter name, description), one or more."""
     name, detail = found[0]
     return what, name, detail, tuple(dict.fromkeys(other for other, _ in found if other != name))
 
 
 class Bitwise:
-    """A `Judge` that accepts bitwise equal values only; gradient norms up to their order of summation."""
+    """A `Judge` that accepts bitwise equal values only. Gradient norms may differ as much as the order of a float64 sum
+    makes them.
+
+    Descriptions of differences are text, empty where the difference is accepted."""
 
     def loss(self, number: int, expected: float, got: float) -> str:
-        """Return "" for equal losses, and for two that are not a number, else both as text."""
+        """Return "" for equal losses, two NaN included; else both values as text."""
         same = expected == got or (math.isnan(expected) and math.isnan(got))
         return "" if same else _scalars(expected, got)
 
     def norm(self, number: int, expected: float, got: float) -> str:
-        """Return "" for norms that differ by `_NORM_TOLERANCE` at most, relatively, as by another order of a float64
-        sum, else both as text.
-        """
+        """Return "" for two norms with a relative difference of at most `_NORM_TOLERANCE`, and for two NaN; else both
+        values as text."""
         close = math.isclose(expected, got, rel_tol=_NORM_TOLERANCE)
         return "" if close else self.loss(number, expected, got)
 
     def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Yield the weights that a rank read with other values; skip reads in one run only (compiled regions)."""
+        """Yield (parameter name, description) for each weight that some rank read with other bits than in the expected
+        run. Reads that only one run recorded, as compiled regions cause, are not compared."""
         for (rank, name), digests in expected.reads.items():
             for use, (ours, theirs) in enumerate(zip(digests, got.reads.get((rank, name), []), strict=False)):
                 if ours != theirs:
@@ -142,7 +151,8 @@ class Bitwise:
                     break
 
     def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Yield the tensors in which any bit differs; a gradient that one run lacks counts as zeros."""
+        """Yield (parameter name, description) for each tensor of ``kind`` in which any bit, or the dtype, differs. A
+        tensor that one run lacks counts as zeros."""
         for name, ours, theirs in _pairs(kind, expected, got):
             if ours.dtype != theirs.dtype:
                 yield name, _scalars(ours.dtype, theirs.dtype)
@@ -150,26 +160,24 @@ class Bitwise:
                 yield name, _elements(ours, theirs)
 
     def should_continue(self, expected: Step, got: Step) -> bool:
-        """Return True: all steps are compared."""
+        """Return True: all steps of both runs are compared."""
         return True
 
 
 class Within:
-    """A `Judge` that accepts values within ``bound`` times the number of steps so far.
+    """A `Judge` that accepts relative differences up to ``bound`` times the number of steps so far.
 
-    A loss and the norm: relative to the expected one. A tensor: the root mean square of the difference, relative to
-    that of the expected tensor or of all tensors of its kind, whichever is larger: where a tensor's gradient is a small
-    difference of large numbers, only the latter means anything. A value that is not finite equals its like only: two
-    losses that are not a number are equal, as for `Bitwise`.
-    """
+    Losses and norms: relative to the expected one. A tensor: the root mean square of the difference, relative to that
+    of the expected tensor or of all tensors of its kind, whichever is larger: where a tensor's gradient is a small
+    difference of large numbers, only the latter means anything. Values that are not finite are accepted if they are
+    equal or both NaN."""
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
 
     def loss(self, number: int, expected: float, got: float) -> str:
-        """Return "" for a relative difference of up to the bound times the steps so far, and for values that are not
-        finite but alike; else both losses, and what is allowed, as text.
-        """
+        """Return "" if the relative difference is at most the bound times the steps so far, or if values that are not
+        finite are alike; else a description: both losses, and what is allowed."""
         if not (math.isfinite(expected) and math.isfinite(got)):
             return Bitwise().loss(number, expected, got)
         limit = self.bound * (number + 1)
@@ -178,16 +186,18 @@ class Within:
         return f"{_scalars(expected, got)}; allowed are {limit:.3g} of it"
 
     def norm(self, number: int, expected: float, got: float) -> str:
-        """Return what `loss` returns for two losses of these values."""
+        """Return a description of the difference between two gradient norms, empty if it is accepted, by the rule of
+        `loss`."""
         return self.loss(number, expected, got)
 
     def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Yield nothing: digests of unequal values cannot be compared."""
+        """Yield nothing: of the weights that forward reads only digests are recorded, which say nothing about how close
+        values are."""
         yield from ()
 
     def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Yield the tensors that deviate (root mean square) by more than the bound per step taken, and those with an
-        element that is not finite in one run only."""
+        """Yield (parameter name, description) for each tensor of ``kind`` that deviates, as a root mean square, by more
+        than the bound times the steps so far, or that has an element that is not finite in one run only."""
         limit = self.bound * (number + 1)
         rows = []
         for name, ours, theirs in _pairs(kind, expected, got):
@@ -204,12 +214,14 @@ class Within:
                 yield name, f"it deviates by {ratio:.3g} (root mean square), allowed are {limit:.3g}"
 
     def should_continue(self, expected: Step, got: Step) -> bool:
-        """Return whether both runs took this step or both skipped it: after a skip in one, their weights may differ."""
+        """Return whether the optimizer took this step in both runs or skipped it in both. After a skip in one of them,
+        weights may differ by more than the bound."""
         return expected.taken == got.taken
 
 
 def _pairs(kind: str, expected: Step, got: Step) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (parameter, expected, got) for tensors of ``kind``, in the model's order; one that a run lacks is zeros."""
+    """Yield (parameter name, expected tensor, tensor got) for each parameter that has a tensor of ``kind`` in either
+    step, in the model's order. Zeros stand for a tensor that one step lacks."""
     ours, theirs = expected.names(kind), got.names(kind)
     for name in dict.fromkeys([*ours, *theirs]):
         left = expected.tensor(kind, name) if name in ours else None
@@ -221,7 +233,7 @@ def _pairs(kind: str, expected: Step, got: Step) -> Iterator[tuple[str, torch.Te
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, 1-D."""
+    """Return the bytes of a tensor as 1-D uint8."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -231,13 +243,13 @@ def _rms(tensor: torch.Tensor) -> float:
 
 
 def _scalars(expected: object, got: object) -> str:
-    """Return two values as text, for a `Difference`."""
+    """Return text that names both values, such as "expected 1.0, got 2.0"."""
     return f"expected {expected}, got {got}"
 
 
 def _elements(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """Return as text how many elements of two tensors of one shape differ in a bit (at least one must), the first one,
-    and the largest difference."""
+    """Return text on how two tensors of one shape and dtype differ: the number of elements with different bits, the
+    first of them, and the largest difference. At least one bit must differ."""
     width = expected.element_size()
     unequal = (_bits(expected) != _bits(got)).view(-1, width).any(1)
     first = int(unequal.nonzero()[0, 0])

@@ -29,11 +29,12 @@ class AllStepsTaken(BaseException):
 
 
 class Recorder(Unsupervised):
-    """A `zero_core.supervision.Supervisor` of a script: gives its engines the configuration of ``variant`` and records
-    those that train under ``folder`` until each has taken ``steps`` steps, then raises `AllStepsTaken` in the script.
+    """Records the engines of a training script and stops the script once each has taken ``steps`` steps. The
+    `zero_core.supervision.Supervisor` of that script: `initialize` calls its methods.
 
-    ``config``: the user's configuration; None takes what the script gives to `initialize`.
-    """
+    ``folder``: of the recording. ``variant``: which configuration the engines get, made from ``config``, the user's;
+    None: from what the script gives to `initialize`. Engines that only infer are not recorded. The script ends by
+    `AllStepsTaken`, raised inside it."""
 
     def __init__(self, folder: Path, variant: Variant, steps: int, config: Any = None) -> None:
         self.steps = steps
@@ -45,22 +46,21 @@ class Recorder(Unsupervised):
         self._recorders: list[EngineRecorder] = []
 
     def config(self, given: Any, world_size: int) -> Any:
-        """Return the configuration of the variant, made from the user's or from ``given``; remember the user's
-        persistence threshold for `limits`. Raises `ConfigError`."""
+        """Return the configuration for an engine, that of the variant, from the user's or from ``given``, the script's.
+        Keep the user's persistence threshold for `limits`. Raises `ConfigError`."""
         source = given if self._config is None else self._config
         zero = Config.load(source, world_size=world_size).zero_optimization
         self._threshold = zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0
         return variant_config(source, self._variant, world_size)
 
     def limits(self, limits: UnitLimits) -> UnitLimits:
-        """Return ``limits`` with the user's persistence threshold, which `config` has noted before (0 below stage 3).
-        So all variants divide the model into the same units, by which norms are summed.
-        """
+        """Return ``limits`` with the persistence threshold that `config` kept from the user's configuration (0 below
+        stage 3). All variants then divide the model into the same units, whose order norms are summed in."""
         return replace(limits, persistence_threshold=self._threshold)
 
     def observer(self, engine: Engine) -> Observer:
-        """Return a recorder for ``engine`` if it trains, else the observer that does nothing. In the variant in float32
-        floating-point inputs of ``engine`` are cast. `close` will destroy ``engine``."""
+        """Return an `EngineRecorder` for ``engine`` if it trains, else an observer that does nothing. Keep the engine
+        for `close`. In the variant in float32, add a hook to ``engine`` that casts floating-point inputs."""
         if self._variant is Variant.FLOAT32:
             engine.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
         self._engines.append(engine)
@@ -73,22 +73,23 @@ class Recorder(Unsupervised):
         return self._recorders[-1]
 
     def close(self) -> None:
-        """Destroy the engines, as the threads of their process groups would outlive the interpreter. Collective."""
+        """Destroy the engines, because the threads of their process groups would outlive the interpreter.
+        Collective."""
         for engine in self._engines:
             engine.destroy(unshard=False)
 
     def _end_when_done(self) -> None:
-        """Raise `AllStepsTaken` if every recorded engine has taken its steps."""
+        """Raise `AllStepsTaken` if every recorded engine has taken the requested steps; otherwise do nothing."""
         if all(recorder.steps_taken >= self.steps for recorder in self._recorders):
             raise AllStepsTaken
 
 
 class EngineRecorder:
-    """An `Observer` that writes one checkpoint per step below ``folder``: full gradients and weights, and each rank's
-    losses and digests of the weights that forward read. Its hooks stay on the engine's modules.
+    """An `Observer` that writes one checkpoint per step of ``engine`` below ``folder``: full gradients and weights, and
+    each rank's losses and digests of the weights that forward read.
 
-    Every rank has one, as `before_step` and `after_step` are collective. ``on_step``: called after each step.
-    """
+    Every rank has one, as `before_step` and `after_step` are collective. ``on_step``: called after each step. Hooks on
+    the engine's modules, which stay there, note the weights that forward reads."""
 
     def __init__(self, engine: Engine, folder: Path, on_step: Callable[[], None]) -> None:
         self.steps_taken = 0
@@ -107,19 +108,18 @@ class EngineRecorder:
                 module.register_forward_pre_hook(self._on_read)
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch, as a number; waits for the device."""
+        """Add the loss of a micro-batch to those that the step's checkpoint will hold. Waits for the device."""
         self._losses.append(float(loss.detach()))
 
     def before_step(self) -> None:
-        """Keep the full averaged gradients, divided by the loss scale, in host memory of rank 0 until `after_step`.
-        Collective.
-        """
+        """Copy the full averaged gradients, divided by the loss scale, to the host memory of rank 0, for the checkpoint
+        that `after_step` writes. Collective."""
         self._gradients = list(self._full_values(GRADIENT, self._gradient))
 
     def after_step(self, result: StepResult) -> None:
-        """Write the step's checkpoint, forget its values, and call ``on_step``, which may end the script. Collective:
-        gathers every weight, and waits for all ranks. Raises `zero_ckpt.CheckpointError` if it cannot be written.
-        """
+        """Write the step's checkpoint, clear the values kept for it, and call ``on_step``, which may end the script.
+        Collective: gathers every weight, and waits for all ranks. Raises `zero_ckpt.CheckpointError` if the checkpoint
+        cannot be written."""
         weights = list(self._full_values(WEIGHT, self._engine.full_param))
         group = self._engine.partition.groups.control.process_group
         save_sharded(
@@ -142,21 +142,23 @@ class EngineRecorder:
         self._on_step()
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the full averaged gradient, divided by the loss scale; None if no rank has one. Collective."""
+        """Return the full averaged gradient of a parameter, divided by the loss scale; None if no rank has one.
+        Collective."""
         full = self._engine.full_grad(parameter)
         return None if full is None else full.div_(self._engine.loss_scale())
 
     def _full_values(self, kind: str, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[Interval]:
-        """Gather ``read(parameter)`` of all trained parameters; yield rank 0's host copies as intervals of ``kind``.
-        Parameters without a value are left out. Collective."""
+        """Gather the full value ``read(parameter)`` of each trained parameter, and yield it on rank 0, copied to the
+        host, as checkpoint intervals of ``kind`` (`GRADIENT` or `WEIGHT`). Parameters whose value is None are left out.
+        Collective."""
         for parameter in self._trained:
             full = read(parameter)
             if full is not None and self._engine.partition.data_rank == 0:
                 yield from Stager().intervals(self._names[id(parameter)], kind, full.cpu().contiguous())
 
     def _on_read(self, module: nn.Module, _args: Any) -> None:
-        """Keep digests of the weights that ``module`` is about to read: its forward pre-hook. Reads in compiled regions
-        and without gradients are not kept."""
+        """Record digests of the weights of ``module`` before its forward reads them. Does nothing in compiled regions
+        and where gradients are disabled. A forward pre-hook."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         for parameter in module._parameters.values():
@@ -166,11 +168,12 @@ class EngineRecorder:
 
 
 def _digest(value: torch.Tensor, dtype: torch.dtype | None) -> str:
-    """Return a digest of the bytes of ``value``, cast to ``dtype`` if it is not None."""
+    """Return a hexadecimal digest of the bytes of ``value``, after casting it to ``dtype`` unless that is None."""
     flat = value.to(device="cpu", dtype=dtype or value.dtype, copy=True).reshape(-1).view(torch.uint8)
     return hashlib.blake2b(tensor_buffer(flat), digest_size=8).hexdigest()
 
 
 def _inputs_in_float32(_engine: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return the engine's arguments with floating-point tensors in float32: its forward pre-hook."""
+    """Return (args, kwargs), the engine's arguments, with all floating-point tensors cast to float32. A forward
+    pre-hook of the engine."""
     return cast_floating((args, kwargs), torch.float32)

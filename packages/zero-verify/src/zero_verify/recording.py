@@ -1,4 +1,5 @@
-"""Read the recording of one run: one checkpoint per engine and step."""
+"""Read the recording of one run: one checkpoint per engine and step. Engines are numbered from 0, in the order in which
+the script made them, and so are the steps of each."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ GRADIENT, WEIGHT = "gradient", "weight"
 
 
 def engine_folder(folder: Path, number: int, part: int | None) -> Path:
-    """Return the folder, below ``folder``, of the steps of the script's engine ``number``; ``part``: the number of the
-    model's part under an mpu, else None."""
+    """Return the folder for the steps of one of the script's engines, below ``folder``, that of the recording.
+    ``number``: the engine's; ``part``: which part of the model it trains under an mpu, from 0; None without one."""
     return folder / (f"engine {number:03d}" if part is None else f"engine {number:03d} part {part:03d}")
 
 
 def step_tag(step: int) -> str:
-    """Return the tag of a step's checkpoint."""
+    """Return the checkpoint tag of a step, such as "step00003"."""
     return f"step{step:05d}"
 
 
 class Step:
-    """One step of one engine, read from its checkpoint when it is asked for."""
+    """One step of one engine: each value is read from ``checkpoint`` when it is asked for."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -45,19 +46,21 @@ class Step:
 
     @property
     def taken(self) -> bool:
-        """Return whether the weights were updated."""
+        """Return whether the optimizer took the step, which updates the weights, or skipped it."""
         return bool(self._checkpoint.client_state["taken"])
 
     @property
     def losses(self) -> list[list[float]]:
-        """Return the losses given to `engine.backward`, by rank."""
+        """Return the losses given to `engine.backward` in this step: a list for each rank, with one per micro-batch."""
         return [list(state["losses"]) for state in self._checkpoint.rank_state]
 
     @cached_property
     def reads(self) -> dict[tuple[int, str], list[str]]:
-        """Return a digest of the weight at each recorded read by a module's forward in this step, all micro-batches in
-        order, by (rank, parameter name). Reads in compiled regions and without gradients are not recorded; a weight
-        without a recorded read has no entry."""
+        """Return digests of the weights that modules' forwards read in this step, by (rank, parameter name): one digest
+        per read, in order, over all micro-batches.
+
+        Reads in compiled regions and without gradients are not recorded; a weight without a recorded read has no
+        entry."""
         found: dict[tuple[int, str], list[str]] = {}
         for rank, state in enumerate(self._checkpoint.rank_state):
             for name, digest in state["reads"]:
@@ -71,9 +74,8 @@ class Step:
         return [name for name in self._checkpoint.client_state["names"] if (name, kind) in self._checkpoint.tensors]
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """Return the full tensor of ``kind`` (`GRADIENT` or `WEIGHT`) of the parameter ``name``, read from the
-        checkpoint to the CPU. Raises `zero_ckpt.CheckpointError` if it has none.
-        """
+        """Return the full tensor of ``kind`` (`GRADIENT` or `WEIGHT`) of the parameter ``name``, on the CPU. Raises
+        `zero_ckpt.CheckpointError` if the checkpoint has none."""
         entry = self._checkpoint.entry(name, kind)
         out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         self._checkpoint.read_into(name, kind, 0, tensor_buffer(out))
@@ -81,28 +83,26 @@ class Step:
 
 
 class Recording:
-    """A recorded run; ``folder``: where it was recorded.
+    """A recorded run; ``folder``: where it was recorded. An engine is given by its index in `engines`.
 
     Attributes:
-        engines: for each engine of the script that trained (and each part of its model), the folder of its steps.
-    """
+        engines: for each engine of the script that trained (and each part of its model), the folder of its steps."""
 
     def __init__(self, folder: Path) -> None:
         self.engines = sorted(folder.glob("engine *"))
 
     def count(self, engine: int) -> int:
-        """Return the number of recorded steps, up to a gap, of one engine, by its index in `engines`."""
+        """Return the number of recorded steps of one engine, counted from step 0 to the first that is missing."""
         return sum(1 for _ in self._step_folders(engine))
 
     def steps(self, engine: int) -> Iterator[Step]:
-        """Yield the recorded steps of one engine, by its index in `engines`, in order, up to a gap. Raises
-        `zero_ckpt.CheckpointError` for a step that cannot be opened.
-        """
+        """Yield the recorded steps of one engine in order, from step 0 to the first that is missing. Raises
+        `zero_ckpt.CheckpointError` for a step that cannot be opened."""
         for place in self._step_folders(engine):
             yield Step(open_checkpoint(place))
 
     def _step_folders(self, engine: int) -> Iterator[Path]:
-        """Yield the folders of one engine's steps, up to the first number that has none."""
+        """Yield the checkpoint folders of one engine's steps in order, from step 0 to the first that is missing."""
         number = 0
         while (place := self.engines[engine] / step_tag(number)).is_dir():
             yield place

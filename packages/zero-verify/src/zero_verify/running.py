@@ -36,23 +36,22 @@ class ScriptRun:
     seed: int = 0
 
     def write(self, path: Path) -> None:
-        """Write the run to ``path`` for the ranks, as JSON."""
+        """Write the run's settings to the file ``path`` as JSON, from which the ranks read them."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> ScriptRun:
-        """Return the run that `write` stored in ``path``."""
+        """Return the run whose settings `write` stored in the file ``path``."""
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**values, "arguments": tuple(values["arguments"])})
 
 
 def run_script(plan: ScriptRun) -> None:
-    """Run the plan's script as ``__main__`` in this process and record it; return after the requested steps, or when
-    the script ends earlier.
+    """Run the script of ``plan`` as ``__main__`` in this process and record it; return after the requested steps, or
+    when the script ends earlier. On return the engines are destroyed, collectively.
 
-    Every rank calls it; the environment says which rank this is. The engines are destroyed then, collectively. The
-    script's exceptions propagate, and leave the engines as they are.
-    """
+    Every rank calls it; the environment says which rank this is. The script's exceptions propagate, and leave the
+    engines as they are."""
     random.seed(plan.seed)
     torch.manual_seed(plan.seed)
     recorder = Recorder(Path(plan.folder), Variant(plan.variant), plan.steps, plan.config)

@@ -16,7 +16,7 @@ _PRECISION = ("fp16", "bf16", "torch_autocast", "data_types", "communication_dat
 
 
 class Variant(enum.Enum):
-    """The variants of the script's run that are compared."""
+    """The configurations in which the script is run: the user's own, the reference, and the reference in float32."""
 
     GIVEN = "given"  # the user's configuration
     REFERENCE = "reference"  # the same dtypes at stage 0, nothing offloaded, compressed or sharded
@@ -24,12 +24,12 @@ class Variant(enum.Enum):
 
 
 def variant_config(given: Any, variant: Variant, world_size: int) -> dict[str, Any]:
-    """Return the configuration of one run as plain data, made from ``given``, the user's (as for `initialize`).
+    """Return the configuration of one variant as plain data, made from ``given``, the user's (as for `initialize`), for
+    ``world_size`` ranks.
 
-    Gradients are reduced per micro-batch in all of them, which makes the stages bitwise equal.
-    Monitors are off: these runs are not the user's. Where the user's dtypes need stage 1 (16-bit masters), the
-    reference is at stage 1. Raises `ConfigError`.
-    """
+    In all variants gradients are reduced per micro-batch, which makes the stages bitwise equal, and monitors are off,
+    as these runs are not the user's. Where the user's dtypes need stage 1 (16-bit masters), the reference is at stage
+    1. Raises `ConfigError` if ``given`` is not valid."""
     resolved = Config.load(given, world_size=world_size)
     always = {"reduce_each_micro_batch": True, **{section: {"enabled": False} for section in _MONITORS}}
     if variant is Variant.GIVEN:
@@ -47,8 +47,8 @@ def variant_config(given: Any, variant: Variant, world_size: int) -> dict[str, A
 
 
 def rounding(config: Mapping[str, Any]) -> float:
-    """Return the machine epsilon of the dtype in which a resolved configuration computes forward and backward, if that
-    has 16 bits; 0 for float32 and float64."""
+    """Return the machine epsilon of the 16-bit dtype that the resolved configuration ``config`` computes forward and
+    backward in; 0 if it computes in float32 or float64."""
     autocast = config["torch_autocast"]
     if config["fp16"]["enabled"] or (autocast["enabled"] and autocast["dtype"] == "fp16"):
         return torch.finfo(torch.float16).eps
