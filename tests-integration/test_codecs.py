@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_comm import Group, QuantizedGather, QuantizedReduce, Tag, open_group, run_ranks
-from zero_core.kernels import block_quantizer
+from zero_core.kernels import NativeBlockQuantizer
 from zero_precision import BlockCodec, BlockFormat
 
 FORMATS: tuple[BlockFormat, ...] = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
@@ -38,7 +38,7 @@ def adversarial(draw: st.DrawFn) -> torch.Tensor:
 def test_kernels_and_plain_torch_give_the_same_bits_within_the_bound(
     name: BlockFormat, x: torch.Tensor, block: int
 ) -> None:
-    native, plain = BlockCodec(name, block=block, quantizer=block_quantizer()), BlockCodec(name, block=block)
+    native, plain = BlockCodec(name, block=block, quantizer=NativeBlockQuantizer()), BlockCodec(name, block=block)
     payload, scales = native.encode(x)
     for got, wanted in zip((payload, scales), plain.encode(x), strict=True):
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
@@ -65,7 +65,7 @@ def test_the_largest_blocks_have_the_same_codes(name: BlockFormat, dtype: torch.
     generator = torch.Generator().manual_seed(0)
     largest = torch.empty(60_000).uniform_(1e38, 3.3e38, generator=generator)
     x = torch.stack([largest * torch.rand(60_000, generator=generator), -largest], dim=1).flatten().to(dtype)
-    native, plain = BlockCodec(name, block=2, quantizer=block_quantizer()), BlockCodec(name, block=2)
+    native, plain = BlockCodec(name, block=2, quantizer=NativeBlockQuantizer()), BlockCodec(name, block=2)
     for got, wanted in zip(native.encode(x), plain.encode(x), strict=True):
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -75,7 +75,7 @@ def test_the_largest_blocks_have_the_same_codes(name: BlockFormat, dtype: torch.
 def test_a_hundred_thousand_blocks_have_the_same_bits(name: BlockFormat, dtype: torch.dtype) -> None:
     """Values of few digits often lie next to the middle of two codes, where the last bit of a factor decides."""
     x = torch.randn(100_000 * 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    native, plain = BlockCodec(name, block=8, quantizer=block_quantizer()), BlockCodec(name, block=8)
+    native, plain = BlockCodec(name, block=8, quantizer=NativeBlockQuantizer()), BlockCodec(name, block=8)
     assert all(torch.equal(a, b) for a, b in zip(native.encode(x), plain.encode(x), strict=True))
 
 
@@ -86,7 +86,7 @@ def gradients(rank: int, numel: int) -> torch.Tensor:
 
 def over_two_nodes(name: BlockFormat, ranks_per_node: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's averaged slice, and the weights that a gather gives it."""
-    codec = BlockCodec(name, block=64, quantizer=block_quantizer())
+    codec = BlockCodec(name, block=64, quantizer=NativeBlockQuantizer())
     grid = torch.arange(dist.get_world_size()).view(-1, ranks_per_node)
     inside, across = (Group(open_group(rows)) for rows in (grid.tolist(), grid.T.tolist()))
     reduction = QuantizedReduce(inside, across, codec)

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; `nox -s triton` brings it")
 
 from zero_comm import sum_slices
-from zero_core.kernels import block_quantizer
+from zero_core.kernels import NativeBlockQuantizer
 from zero_optim_kernels import reference
 from zero_precision import BlockCodec, BlockFormat, BlockQuantizer, TorchBlockQuantizer
 
@@ -80,7 +80,7 @@ def compare(kernels: BlockQuantizer, device: str, x: torch.Tensor, name: BlockFo
     """Codes, scales and decoded numbers of ``x`` by all implementations."""
     codec = BlockCodec(name, block=block, quantizer=kernels)
     payload, scales = codec.encode(x.to(device))
-    for other in (TorchBlockQuantizer(), block_quantizer()):
+    for other in (TorchBlockQuantizer(), NativeBlockQuantizer()):
         expected = other.quantize_blocks(x, name, block)
         assert torch.equal(payload.cpu(), expected[0]) and same_bits(scales, expected[1])
         for dtype in DTYPES:

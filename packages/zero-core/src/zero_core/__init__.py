@@ -67,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public ``name`` at its first use, and keep it. Raises AttributeError for another name."""
+    """Return the public object ``name``, imported at its first use and kept. Raises AttributeError for another name."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: Any

@@ -1,4 +1,5 @@
-"""Gradient accumulation: which micro-batch ends a step, and which backward passes reduce gradients."""
+"""Gradient accumulation: which micro-batch ends a step, and which backward passes reduce gradients. Virtual ranks are
+those of ``deterministic.across_world_sizes``: they fix how many micro-batches all ranks together have in a step."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from .state import TrainingState
 
 
 class Accumulation:
-    """Counts the micro-batches of a step and tells the partition, as its `TrainingLoop`, which backward passes reduce.
-    ``on_restart``: called when an accumulation is discarded and starts again. The attribute ``scaled`` is true if the
-    user has called `Engine.scale` since the last step, for backward passes of their own."""
+    """Counts the micro-batches of a step, whose last one is its boundary, and tells the partition which backward passes
+    reduce (it is the partition's `zero_partition.TrainingLoop`). ``on_restart``: called when an accumulation is
+    discarded and starts again. The attribute ``scaled`` is true if the user has called `Engine.scale` since the last
+    step."""
 
     def __init__(self, state: TrainingState, on_restart: Callable[[], None]) -> None:
         self.scaled = False
@@ -24,26 +26,28 @@ class Accumulation:
 
     @property
     def overridden(self) -> bool:
-        """Return whether `set_boundary` was called."""
+        """Return whether `set_boundary` has decided what a boundary is, instead of the micro-batch's number."""
         return self._boundary is not None
 
     def is_boundary(self) -> bool:
-        """Return whether the current micro-batch ends an accumulation, by its number or as `set_boundary` says."""
+        """Return whether the current micro-batch ends an accumulation: as `set_boundary` says, else by its number."""
         if self._boundary is not None:
             return self._boundary
         return self._state.counters.accumulated + 1 >= self._state.sizes.steps
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Override whether a micro-batch ends an accumulation, for the current one and all that follow."""
+        """Let the current micro-batch and all that follow end an accumulation, each by itself, or let none of them end
+        one."""
         self._boundary = is_boundary
 
     def virtual_rank(self) -> int:
-        """Return j * N + r for micro-batch j of this step on rank r of N: its index among those of all ranks."""
+        """Return the current micro-batch's index among those of all ranks in this step: j * N + r for the j-th of rank
+        r of N."""
         return self._state.counters.accumulated * self._state.sizes.ranks + self._state.sample_rank
 
     def count_micro_batch(self) -> bool:
         """Count a micro-batch of this rank, and the samples of all ranks; return whether it ended the accumulation.
-        Raises `UsageError` if virtual ranks allow no boundary, or demand one, after this micro-batch."""
+        Raises `UsageError` if its boundary is not where the number of virtual ranks puts it."""
         state, boundary = self._state, self.is_boundary()
         counters = state.counters
         state.micro_batches.check_step(counters.accumulated, boundary=boundary)
@@ -56,7 +60,8 @@ class Accumulation:
         return boundary
 
     def restart(self) -> None:
-        """Begin an accumulation with the next micro-batch and call ``on_restart``; the caller clears the gradients."""
+        """Discard the micro-batches of the accumulation: the next one is the first again. Calls ``on_restart``;
+        gradients are left to the caller."""
         self._state.counters.accumulated, self.scaled = 0, False
         self._on_restart()
 
@@ -66,7 +71,8 @@ class Accumulation:
         return counters.global_steps, counters.micro_steps, counters.global_samples
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Begin the step again as `restart` does, with ``micro_steps`` and ``samples`` (of all ranks) as counters."""
+        """Discard the accumulation as `restart` does, and set the counters of micro-batches and of samples (of all
+        ranks)."""
         self.restart()
         counters = self._state.counters
         counters.micro_steps, counters.global_samples = micro_steps, samples
@@ -74,7 +80,8 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside the block without reducing them. Raises `UsageError` as `Engine.no_sync`."""
+        """Accumulate gradients inside the block without reducing them. Raises `UsageError` where every micro-batch is
+        reduced."""
         options = self._state.partition.options
         if options.reduces_each:
             raise UsageError(
@@ -88,14 +95,15 @@ class Accumulation:
             self._synchronises = before
 
     def reduces_now(self) -> bool:
-        """Return whether a backward pass that begins now reduces its gradients: each one where every micro-batch is
-        reduced, else the boundary's outside `no_sync`; none without an optimizer."""
+        """Return whether a backward pass that begins now reduces its gradients. It does at every micro-batch if the
+        options say so, else at boundaries outside `no_sync`; never without an optimizer."""
         if self._state.optimizer is None:
             return False
         return self._state.partition.options.reduces_each or (self._synchronises and self.is_boundary())
 
     def refuse_plain_backward(self) -> str | None:
-        """Return why ``loss.backward()``, without the engine, is refused (unscaled loss, virtual ranks); else None."""
+        """Return, as a message, why ``loss.backward()`` without the engine is refused (virtual ranks, an unscaled
+        loss); else None."""
         if self._state.loss_scale() != 1.0 and not self.scaled:
             return (
                 "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss), or "
@@ -104,7 +112,8 @@ class Accumulation:
         return self._state.micro_batches.refuse_plain_backward()
 
     def refuse_written_gradients(self) -> str | None:
-        """Return why gradients that the user has written are refused (virtual ranks, an unscaled loss); else None."""
+        """Return, as a message, why gradients that the user has written are refused (virtual ranks, an unscaled loss);
+        else None."""
         if self._state.config.virtual_ranks:
             return (
                 "with deterministic.across_world_sizes gradients come from backward alone, each virtual rank's by "

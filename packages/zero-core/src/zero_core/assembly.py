@@ -96,8 +96,9 @@ def assemble(
     device: torch.device | None = None,
     dialect: Dialect | None = None,
 ) -> Engine:
-    """Return the engine that `initialize` would make of the same arguments. ``load``: returns the configuration for a
-    number of data-parallel ranks. ``dialect``: adds another library's names to checkpoints. Collective."""
+    """Return the engine that `initialize` makes of the same arguments; raises as it does. ``load``: returns the
+    configuration for a number of data-parallel ranks. ``dialect``: names that checkpoints get for another library.
+    Collective."""
     set_log_levels()
     init(device)
     place = model_parallel(mpu)
@@ -167,8 +168,8 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _report_start(state: TrainingState) -> None:
-    """On rank 0 say what begins, unless ``steps_per_print`` turns progress off, and log the start-up report; with
-    ``dump_state`` also say the report, the configuration and the memory table."""
+    """On rank 0 print the line on what begins, unless ``steps_per_print`` turns progress off, and log the start-up
+    report; with ``dump_state`` print the report, the configuration and the memory table."""
     if state.reports:
         if prints_progress(state.config):
             say(start_line(state))
@@ -180,7 +181,8 @@ def _report_start(state: TrainingState) -> None:
 
 @contextmanager
 def _abort_all_on_failure(groups: EngineGroups, model_part: ModelPart) -> Iterator[None]:
-    """If the block fails on this rank, abort the collectives of all ranks with the cause, so that none waits."""
+    """If the block raises on this rank, make collectives on all ranks raise with that cause, so that none waits for
+    this one."""
     try:
         yield
     except BaseException as failure:
@@ -190,7 +192,8 @@ def _abort_all_on_failure(groups: EngineGroups, model_part: ModelPart) -> Iterat
 
 
 def _partition_options(config: Config, model: nn.Module) -> PartitionOptions:
-    """Return what ``config`` says about sharding ``model``: stage, dtypes, sizes in elements, codecs, leaf modules."""
+    """Return the options of the partition that ``config`` asks for: stage, dtypes, sizes in elements, codecs, leaf
+    modules."""
     zero = config.zero_optimization
     policy = precision_policy(config)
     weight_codec, frozen_codec = weight_codecs(config)
@@ -220,7 +223,7 @@ def _partition_options(config: Config, model: nn.Module) -> PartitionOptions:
 
 
 def _autocast_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype in which each parameter is gathered under torch_autocast, by name; empty if that is off."""
+    """Return the dtype to gather each parameter in under torch_autocast, by name; empty where autocast is off."""
     section = config.torch_autocast
     if not section.enabled:
         return {}
@@ -230,7 +233,8 @@ def _autocast_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]
 def _sharded_optimizer(
     optimizer: Optimizer | None, parts: Partition, config: Config, model_part: ModelPart
 ) -> ShardedOptimizer | None:
-    """Return ``optimizer`` around this rank's shards, with the clipping and loss scale of ``config``; None for None."""
+    """Return ``optimizer`` made to step this rank's shards, with ``config``'s clipping and loss scale; None for
+    None."""
     if optimizer is None:
         return None
     return ShardedOptimizer(
@@ -239,7 +243,7 @@ def _sharded_optimizer(
         clip=config.gradient_clipping,
         loss_scale=loss_scale(config),
         skip_non_finite=config.bf16.enabled and config.bf16.check_grad_overflow is True,
-        norm=kernels.norm(),
-        squares=kernels.squares(),
+        norm=kernels.NativeNormSquared(),
+        squares=kernels.NativeGridSquares(),
         parts=model_part.norms,
     )

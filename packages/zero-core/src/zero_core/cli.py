@@ -24,7 +24,8 @@ _PACKAGE_OF_COMMAND = {"verify": "zero-verify"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 for success, 1 if a check failed, 2 for a usage error.
-    ``arguments``: the words after the program's name, by default this process's; after ``--`` they are the script's."""
+    ``arguments``: the words after the program's name, by default this process's. Words after ``--`` are for the
+    command's script."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     split = words.index("--") if "--" in words else len(words)
     package = _PACKAGE_OF_COMMAND.get(words[0]) if words else None
@@ -53,10 +54,12 @@ def _command_entry_points() -> EntryPoints:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that suggests the known word most like an unknown one. Named as the parsers of other commands."""
+    """A parser whose error for an unknown word suggests the most similar known one. Named as the parsers of other
+    commands."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the ``message``, with the nearest known word, and exit with status 2."""
+        """Print the usage and the ``message``, with the most similar known word if it is about an unknown one; exit
+        with status 2."""
         import difflib
 
         unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
@@ -65,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser, with the commands of other installed packages."""
+    """Return the parser of `zero-core`, with the commands that installed packages add."""
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-core",
         description="Check a configuration; verify training.",

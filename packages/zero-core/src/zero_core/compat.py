@@ -9,14 +9,14 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def memory_allocated(device: torch.device) -> int:
-    """Return the bytes of live tensors on ``device``: `torch.accelerator` has it from torch 2.9 on."""
+    """Return the bytes of live tensors on ``device``, which `torch.accelerator` says from torch 2.9 on."""
     if TORCH < (2, 9):
         return int(torch.get_device_module(device).memory_allocated(device))
     return int(torch.accelerator.memory_allocated(device))
 
 
 def max_memory_allocated(device: torch.device) -> int:
-    """Return the peak of `memory_allocated` so far, in bytes: `torch.accelerator` has it from torch 2.9 on."""
+    """Return the peak of `memory_allocated` so far, in bytes, which `torch.accelerator` says from torch 2.9 on."""
     if TORCH < (2, 9):
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return int(torch.accelerator.max_memory_allocated(device))

@@ -47,8 +47,8 @@ class EngineParts:
     training: Training
 
     def close(self, state: TrainingState, unshard: bool) -> None:
-        """Finish checkpoints, unshard the parameters if ``unshard``, remove hooks, close groups, monitor and
-        instruments. All else is closed even if a save failed; then raises `zero_ckpt.CheckpointError`. Collective."""
+        """Finish checkpoints, unshard the parameters if ``unshard``, remove hooks, and close groups, monitor and
+        instruments. If a save failed, close everything else and then raise `zero_ckpt.CheckpointError`. Collective."""
         _warn_of_last_step(state)
         try:
             self.checkpoints.close()
@@ -62,7 +62,7 @@ class EngineParts:
 
 
 def _warn_of_last_step(state: TrainingState) -> None:
-    """Warn, on rank 0, if the last step left the weights as they were without any message so far."""
+    """Log a warning on rank 0 if the last step did not update the weights and no message has said so yet."""
     last = state.counters.last
     if not state.reports or last is None or last.skipped or state.partition.runtime.failed:
         return
@@ -77,7 +77,8 @@ def compose(
     collate_fn: Callable[[list[Any]], Any] | None,
     record: RunRecord | None,
 ) -> EngineParts:
-    """Return an engine's parts. ``dialect``: for checkpoints. ``record``: the run record, or None. Collective."""
+    """Construct and return the parts of the engine that shares ``state``. ``dialect``: the names in its checkpoints.
+    ``collate_fn``: the data loaders' default. ``record``: the run record, or None. Collective."""
     config = state.config
     monitor = build_monitor(config, dist.get_rank())
     instruments = instruments_for(state, monitor)

@@ -64,7 +64,8 @@ class Init:
         self._inner: PartitionInit | None = None
 
     def __enter__(self) -> Init:
-        """Open process groups and begin to shard what is built, unless the context does nothing. Collective."""
+        """Open process groups and start sharding modules as they are built; do nothing if sharding is off.
+        Collective."""
         if self._enabled and self._config is not None:
             init(self._where)
             place = model_parallel(self._mpu)
@@ -79,14 +80,15 @@ class Init:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """Shard what is still full, unless the block raised, and stop sharding. Collective then."""
+        """Stop sharding modules as they are built; unless the block raised, first shard parameters that are still full,
+        which is collective."""
         if self._inner is not None:
             self._inner.__exit__(*failure)
 
 
 def shards_in(config: Config) -> NewShard | None:
-    """Return the function that allocates shards in files for ``offload_param`` on NVMe; None to use memory. Raises
-    `UsageError` for a folder that cannot be used."""
+    """Return the function that allocates shards in files, for ``offload_param`` on NVMe; None where they go into
+    memory. Raises `UsageError` for a folder that cannot be used."""
     section = config.zero_optimization.offload_param
     if section.device != "nvme" or section.nvme_path is None:
         return None
@@ -94,7 +96,8 @@ def shards_in(config: Config) -> NewShard | None:
     folder = Path(section.nvme_path[0])
 
     def new_shard(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an empty shard of ``numel`` elements: in an unnamed file, or in memory if small or not on the CPU."""
+        """Return an uninitialised 1-D shard of ``numel`` elements: in an unnamed file; in memory if small or not on the
+        CPU."""
         nbytes = numel * dtype.itemsize
         if device.type != "cpu" or nbytes < _MIN_FILE_NBYTES:
             return torch.empty(numel, dtype=dtype, device=device)

@@ -1,4 +1,5 @@
-"""Methods of `Engine` that refuse deep copies and pickles: an engine is tied to its process and the other ranks."""
+"""Methods of `Engine` that copy it shallowly, or refuse deep copies and pickles: it is tied to its process and other
+ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def refuse_pickle(_engine: object, _protocol: Any) -> NoReturn:
 
 
 def _refusal(what: str, instead: str) -> UsageError:
-    """Return the error for an engine that is to be ``what`` ("copied"); ``instead``: advice, in sentences."""
+    """Return the error for ``what`` cannot be done with an engine ("copied", "pickled"); ``instead``: advice, in
+    sentences."""
     return UsageError(
         f"an engine cannot be {what}: its shards, process groups and hooks belong to this process. {instead}"
     )

@@ -22,7 +22,7 @@ class RankSampler(Sampler[int]):
     """Yields the sample numbers of one rank, in the order of torch's DistributedSampler, from any position of an epoch.
     ``size``: samples of the full data set. ``shuffle``: by ``seed + epoch``, the same on every rank. All ranks get the
     same number; if they do not divide evenly, the first samples of the order are repeated for the last ranks. The
-    position counts samples over all ranks, so it means the same at any number of ranks."""
+    position counts the epoch's samples drawn so far by all ranks, so it means the same at any number of ranks."""
 
     def __init__(self, size: int, rank: int, ranks: int, *, shuffle: bool = True, seed: int = 0) -> None:
         self.size, self.rank, self.ranks = size, rank, ranks
@@ -39,15 +39,16 @@ class RankSampler(Sampler[int]):
         return math.ceil(self.size / self.ranks)
 
     def __iter__(self) -> Iterator[int]:
-        """Return an iterator over this rank's sample numbers from the position on; the position does not move."""
+        """Return an iterator over this rank's sample numbers from the position on. Iterating does not move the
+        position."""
         order = self._order()
         rest = order[self._position :]
         rest += islice(cycle(order), -len(rest) % self.ranks)
         return iter(rest[self.rank :: self.ranks])
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next iteration; a position loaded in the same epoch is kept. Warns, on rank 0, when
-        it goes back to an epoch before a loaded position, as that repeats data."""
+        """Begin ``epoch`` with the next iteration, at its start, or at the position that was loaded if it is in this
+        epoch. Logs a warning on rank 0 if that goes back to an epoch before a loaded position, as it repeats data."""
         if self._loaded and not self._begun and epoch < self.epoch and self.rank == 0:
             logger.warning(
                 "set_epoch(%d) goes back from the checkpoint's position, epoch %d: data that were seen come again; to "
@@ -59,13 +60,15 @@ class RankSampler(Sampler[int]):
         self._begun = self._loaded = False
 
     def begin(self) -> None:
-        """Prepare for an iteration: move to the next epoch if the last iteration was left before its end."""
+        """Prepare for an iteration: if one has begun in this epoch and was left before its end, move to the next
+        epoch."""
         if self._begun:
             self.set_epoch(self.epoch + 1)
         self._begun = True
 
     def advance(self, per_rank: int, min_left: int) -> None:
-        """Count ``per_rank`` more samples of each rank; begin the next epoch if fewer than ``min_left`` each remain."""
+        """Move the position by ``per_rank`` samples on each rank; to the next epoch if fewer than ``min_left`` remain
+        on each."""
         self._position += per_rank * self.ranks
         if math.ceil((self.size - self._position) / self.ranks) < min_left:
             self.set_epoch(self.epoch + 1)
@@ -75,7 +78,8 @@ class RankSampler(Sampler[int]):
         return {"epoch": self.epoch, "position": self._position, "seed": self.seed, "size": self.size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a `state_dict`, of any number of ranks. Raises `UsageError` for a data set of another size."""
+        """Move to a position from `state_dict`, of any number of ranks. Raises `UsageError` for a data set of another
+        size."""
         if state["size"] != self.size:
             raise UsageError(
                 f"training_data has {self.size} samples, but the checkpoint's position is sample {state['position']} "
@@ -95,10 +99,11 @@ class RankSampler(Sampler[int]):
 
 
 class StepSampler(RankSampler):
-    """A `RankSampler` that yields lists of sample numbers, the batches of one rank where V = ``virtual_ranks``
-    micro-batches of ``batch_size`` samples make up a step. Virtual rank v has samples v, v + V, … of the epoch's order.
-    This rank's micro-batch j is that of virtual rank j * ``ranks`` + ``rank``, so each virtual rank sees the same
-    samples at any number of ranks. An epoch ends with a step. The position moves once per step, by all its samples."""
+    """A `RankSampler` that yields lists of sample numbers: the batches of one rank, where a step has V =
+    ``virtual_ranks`` micro-batches of ``batch_size`` samples. Virtual rank v has samples v, v + V, … of the epoch's
+    order. This rank's micro-batch j is that of virtual rank j * ``ranks`` + ``rank``, so each virtual rank sees the
+    same samples at any number of ranks. An epoch ends with a step. The position moves once per step, by all its
+    samples."""
 
     def __init__(
         self, size: int, rank: int, ranks: int, virtual_ranks: int, batch_size: int, *, drop_last: bool, shuffle: bool
@@ -115,7 +120,8 @@ class StepSampler(RankSampler):
         return steps * (self.virtual_ranks // self.ranks)
 
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]  # torch calls this a batch sampler
-        """Yield the sample numbers of this rank's batches, one by one, from the position on, which does not move."""
+        """Yield the sample numbers of each batch of this rank, from the position on. Iterating does not move the
+        position."""
         order, count = self._order(), self.virtual_ranks
         rest = order[self._position :]
         rest += islice(cycle(order), -len(rest) % count)
@@ -127,17 +133,20 @@ class StepSampler(RankSampler):
                 yield step[virtual_rank::count]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the first micro-batch of a step, as `RankSampler.set_epoch` does."""
+        """Begin ``epoch`` with the next iteration, at the first micro-batch of a step; a position as in
+        `RankSampler.set_epoch`."""
         self._drawn_in_step = 0
         super().set_epoch(epoch)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue with the first batch of the step at which `state_dict` was taken, at any number of ranks."""
+        """Move to the first batch of the step in which `state_dict` was taken. Raises `UsageError` as `RankSampler`'s
+        does."""
         self._drawn_in_step = 0
         super().load_state_dict(state)
 
     def advance(self, per_rank: int, min_left: int) -> None:
-        """Record that every rank has drawn a micro-batch; after a step's last, move as `RankSampler.advance` does."""
+        """Count a micro-batch drawn by every rank. After the last one of a step, move the position as
+        `RankSampler.advance` does."""
         self._drawn_in_step += 1
         if self._drawn_in_step == self.virtual_ranks // self.ranks:
             self._drawn_in_step = 0
@@ -147,7 +156,8 @@ class StepSampler(RankSampler):
 
 
 class RankLoader(Generic[_Batch]):
-    """Batches of this rank's samples; iterating again begins the next epoch, shuffled again.
+    """Batches of this rank's samples; iterating again begins the next epoch, shuffled again. Arguments are a
+    DataLoader's.
 
     Attributes:
         dataset, batch_size (samples per batch and rank), collate_fn: as given.
@@ -187,11 +197,12 @@ class RankLoader(Generic[_Batch]):
         )
 
     def __len__(self) -> int:
-        """Return the batches of a full epoch."""
+        """Return the number of batches in a full epoch of this rank."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[_Batch]:
-        """Yield the epoch's remaining batches and move the position. Raises `UsageError` once another was loaded."""
+        """Yield the epoch's remaining batches and move the position. Raises `UsageError` if a position is loaded
+        meanwhile."""
         sampler = self.data_sampler
         if not isinstance(sampler, RankSampler):
             yield from self._loader
@@ -210,12 +221,13 @@ class RankLoader(Generic[_Batch]):
             yield batch
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the position of the next batch as plain data; None if the sampler has no ``state_dict``."""
+        """Return the position of the next batch as plain data; None if the user's sampler has no ``state_dict``."""
         taken = getattr(self.data_sampler, "state_dict", None)
         return None if taken is None else {"sampler": taken()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, with a new iteration, at the batch that followed `state_dict`. Raises `UsageError` if it cannot."""
+        """Let the next iteration begin at the position that `state_dict` returned. Raises `UsageError` if the sampler
+        has no ``load_state_dict``, or for a data set of another size."""
         load = getattr(self.data_sampler, "load_state_dict", None)
         if load is None:
             raise UsageError(
@@ -226,7 +238,8 @@ class RankLoader(Generic[_Batch]):
 
 
 class RepeatingLoader(Generic[_Batch]):
-    """Iterates over ``loader`` forever, restarting it whenever it ends. Raises StopIteration if it is empty."""
+    """Iterates over ``loader`` forever: begins a new iteration whenever one ends. Raises StopIteration if it has no
+    batches."""
 
     def __init__(self, loader: Iterable[_Batch]) -> None:
         self.loader = loader
@@ -258,9 +271,9 @@ def rank_loader(
     workers: int = 0,
     virtual_ranks: int = 0,
 ) -> RankLoader[Any]:
-    """Return a loader of ``batch_size`` samples per batch for ``rank`` of ``ranks``; on the CPU it pins no memory.
-    ``sampler``: the user's own. ``virtual_ranks``: if not 0, and without a ``sampler``, a `StepSampler` draws the
-    batches. Raises `UsageError` for a data set that is not map-style (``__len__`` and ``__getitem__``)."""
+    """Return a `RankLoader` for ``rank`` of ``ranks``, with ``batch_size`` samples per batch. Pins no memory on the
+    CPU. ``sampler``: the user's own; by default a `RankSampler`, or a `StepSampler` if ``virtual_ranks`` is not 0.
+    Raises `UsageError` for a data set that is not map-style (``__len__`` and ``__getitem__``)."""
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:
         raise UsageError(

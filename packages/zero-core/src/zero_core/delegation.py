@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Delegated(Generic[T]):
-    """An attribute that is read from and written to another object. ``holder``: the path to that object, as in
+    """An attribute that is read from and written to another object, the holder. ``holder``: the path to it, as in
     ``"state.counters"``. ``name``: the attribute's name there, by default the same."""
 
     def __init__(self, holder: str, name: str | None = None) -> None:
@@ -26,9 +26,9 @@ class Delegated(Generic[T]):
     @overload
     def __get__(self, instance: object, owner: type) -> T: ...
     def __get__(self, instance: object | None, owner: type) -> Any:
-        """Return the holder's attribute."""
+        """Return the attribute of the holder; this descriptor if it is read from the class."""
         return self if instance is None else getattr(self._holder(instance), str(self._name))
 
     def __set__(self, instance: object, value: T) -> None:
-        """Write the holder's attribute."""
+        """Set the attribute of the holder."""
         setattr(self._holder(instance), str(self._name), value)

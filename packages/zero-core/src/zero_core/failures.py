@@ -16,7 +16,8 @@ from .state import TrainingState
 
 
 class Failures:
-    """Contexts around an engine's calls, which decide which ranks fail when this rank fails inside."""
+    """Contexts around an engine's calls. If the call fails on this rank, a context decides which other ranks fail too.
+    To abort a rank is to make its collectives raise, with the cause."""
 
     def __init__(self, state: TrainingState, accumulation: Accumulation) -> None:
         self._state = state
@@ -24,9 +25,9 @@ class Failures:
 
     @contextmanager
     def may_be_caught(self, call: str, *, awaited: bool = False) -> Iterator[None]:
-        """If the block fails, abort all ranks, unless none can be waiting for this one, as with ``awaited`` others are:
-        then the user may catch the exception and continue; a backward pass that was cut short restarts the
-        accumulation. ``call``: for messages."""
+        """If the block fails, abort all ranks unless none can be waiting for this one: the user may then catch the
+        exception and continue, with a new accumulation if backward was cut short. ``call``: the engine's call, for
+        messages. ``awaited``: others wait for this rank during the call in any case."""
         try:
             yield
         except BaseException as failure:
@@ -41,8 +42,8 @@ class Failures:
 
     @contextmanager
     def abort_all_on_failure(self) -> Iterator[None]:
-        """If the block fails on this rank, abort the engine on all ranks, each naming the cause; not for errors that
-        all ranks raise together, nor if this rank `TrainingState.is_alone`."""
+        """If the block fails on this rank, abort all ranks, unless all ranks raise the error together or this rank has
+        no others to abort (`TrainingState.is_alone`)."""
         runtime = self._state.partition.runtime
         try:
             yield
@@ -63,5 +64,6 @@ class Failures:
             raise
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a step's context: `may_be_caught` if it concerns this rank only, else `abort_all_on_failure`."""
+        """Return the context for an optimizer step: `may_be_caught` if a failure affects this rank only, else
+        `abort_all_on_failure`."""
         return self.may_be_caught("step") if self._state.is_alone else self.abort_all_on_failure()

@@ -35,7 +35,8 @@ class FullValues:
         self._state = state
 
     def gathered(self, parameters: Any, modifier_rank: int | None) -> AbstractContextManager[None]:
-        """Gather ``parameters``, one or several, in full for the block; keep the changes of ``modifier_rank``."""
+        """Gather ``parameters``, one or several, in full for the block. ``modifier_rank``: the rank whose changes
+        become all ranks'; None keeps changes that are equal on all ranks."""
         return gathered(self._state.partition, parameters, modifier_rank)
 
     def param(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -49,7 +50,7 @@ class FullValues:
         return full_gradient(self._state.partition, parameter)
 
     def state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """Return a copy of the full optimizer state ``key`` of a parameter."""
+        """Return a copy of a parameter's full optimizer state ``key``, such as "exp_avg"."""
         return full_state(self._state.partition, self._state.check_trainable("full_state"), parameter, key)
 
     def set_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -63,7 +64,7 @@ class FullValues:
         set_full_gradient(self._state.partition, parameter, value)
 
     def set_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        """Replace the optimizer state ``key`` of a parameter by rank 0's full ``value``."""
+        """Replace a parameter's optimizer state ``key``, such as "exp_avg", by rank 0's full ``value``."""
         set_full_state(self._state.partition, self._state.check_trainable("set_full_state"), parameter, key, value)
 
     def state_dict(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
@@ -83,7 +84,7 @@ class FullValues:
         tensors = self.state_dict(exclude_frozen)
 
         def write() -> None:
-            """Write the weights if this rank has them."""
+            """Write the state dict on the rank that has it, by way of a second file that is then renamed."""
             if tensors is not None:
                 folder = self._state.model_part.subfolder(Path(save_dir))
                 folder.mkdir(parents=True, exist_ok=True)

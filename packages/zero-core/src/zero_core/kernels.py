@@ -1,4 +1,5 @@
-"""Adapters from the native kernels to the interfaces of zero-comm, zero-partition and zero-precision."""
+"""Adapters from the native CPU kernels to the interfaces of zero-comm, zero-partition and zero-precision. Each computes
+on tensors of other devices too, without the kernel."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Literal
 import torch
 
 import zero_optim_kernels as kernels
-from zero_comm import SliceSum, sum_slices_on_device
-from zero_partition import GRID, GridSquares, NormSquared, grid_squares, norm_squared, storage_address
+from zero_comm import sum_slices_on_device
+from zero_partition import GRID, grid_squares, norm_squared, storage_address
 from zero_precision import BlockFormat, DeviceBlockQuantizer, TorchBlockQuantizer
 
 _DTYPES: dict[torch.dtype, Literal["f64", "f32", "bf16", "f16"]] = {
@@ -28,11 +29,11 @@ _SMALL = 1 << 14  # elements; below, one thread
 
 
 class NativeSliceSum:
-    """A `zero_comm.SliceSum` by the CPU kernel; tensors elsewhere by `zero_comm.sum_slices_on_device`."""
+    """A `zero_comm.SliceSum` by the CPU kernel, or by `zero_comm.sum_slices_on_device`: adds up in a reduce-scatter."""
 
     def __call__(self, slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool) -> None:
-        """Write the sum of ``slices`` divided by ``divisor`` to ``out``, or add it with ``accumulate``: summed in their
-        order, in float32 (float64 for float64). ``out`` may be one of ``slices``."""
+        """Write the sum of ``slices`` divided by ``divisor`` to ``out``, or add it to ``out`` if ``accumulate``. They
+        are summed in their order, in float32 (float64 for float64). ``out`` may be one of ``slices``."""
         if out.device.type != "cpu":
             sum_slices_on_device(slices, out, divisor=divisor, accumulate=accumulate)
             return
@@ -55,7 +56,7 @@ class NativeSliceSum:
 
 
 class NativeNormSquared:
-    """A `zero_partition.NormSquared` by the CPU kernel; tensors elsewhere by torch."""
+    """A `zero_partition.NormSquared` by the CPU kernel, or by torch: for the global gradient norm."""
 
     def __call__(self, x: torch.Tensor) -> float:
         """Return the sum of squares of ``x`` in float64, added in an order that depends on its length only."""
@@ -65,10 +66,12 @@ class NativeNormSquared:
 
 
 class NativeGridSquares:
-    """A `zero_partition.GridSquares` by the CPU kernel; tensors elsewhere by torch."""
+    """A `zero_partition.GridSquares` by the CPU kernel, or by torch: for a norm that any number of ranks computes
+    alike."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 sums of squares of the `GRID`-element blocks of ``x``, all full, bitwise as torch does."""
+        """Return the float64 sum of squares of each block of `GRID` elements of ``x``, bitwise as torch does. All
+        blocks are full."""
         if x.device.type != "cpu":
             return grid_squares(x)
         found = torch.empty(x.numel() // GRID, dtype=torch.float64)
@@ -87,7 +90,8 @@ class NativeBlockQuantizer:
         self._elsewhere = DeviceBlockQuantizer()
 
     def quantize_blocks(self, x: torch.Tensor, format: BlockFormat, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return payload (uint8; int4 two a byte) and scales (float32, one per ``block`` elements) of the 1-D ``x``."""
+        """Return the payload (uint8; int4: two per byte) and scales (float32, one per ``block`` elements) of the 1-D
+        ``x``."""
         if x.device.type != "cpu":
             return self._elsewhere.quantize_blocks(x, format, block)
         if format not in _CODES:
@@ -110,7 +114,8 @@ class NativeBlockQuantizer:
     def dequantize_blocks(
         self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat, block: int
     ) -> None:
-        """Write the values of what `quantize_blocks` returned (code times scale, by block) to the 1-D ``out``."""
+        """Write code times scale for every element to the 1-D ``out``, from what `quantize_blocks` returned for the
+        same format."""
         if out.device.type != "cpu":
             self._elsewhere.dequantize_blocks(payload, scales, out, format, block)
             return
@@ -136,26 +141,6 @@ class NativeBlockQuantizer:
         return "CPU kernels" if device.type == "cpu" else self._elsewhere.describe(device)
 
 
-def slice_sum() -> SliceSum:
-    """Return the function by which reduce-scatters add up the ranks' slices on this rank."""
-    return NativeSliceSum()
-
-
-def norm() -> NormSquared:
-    """Return the function that sums the squares of a tensor for the global gradient norm."""
-    return NativeNormSquared()
-
-
-def squares() -> GridSquares:
-    """Return the function that sums squares by block, for a norm that does not depend on the number of ranks."""
-    return NativeGridSquares()
-
-
-def block_quantizer() -> NativeBlockQuantizer:
-    """Return the quantizer for block codecs."""
-    return NativeBlockQuantizer()
-
-
 def _threads(x: torch.Tensor) -> int:
-    """Return the number of threads for a kernel over ``x``: one if it is small."""
+    """Return the number of threads for a kernel over ``x``: torch's, or 1 if ``x`` is small."""
     return 1 if x.numel() < _SMALL else torch.get_num_threads()

@@ -111,7 +111,7 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
     return EngineGroups.open(
         rows,
         ledger=ledger,
-        slice_sum=TreeSum(kernels.slice_sum()) if config.virtual_ranks else kernels.slice_sum(),
+        slice_sum=TreeSum(kernels.NativeSliceSum()) if config.virtual_ranks else kernels.NativeSliceSum(),
         deterministic=config.deterministic is not False,
         averages=not config.virtual_ranks and config.gradient_allreduce_op == "mean",
         ranks_per_node=config.comm.ranks_per_node,
@@ -142,7 +142,7 @@ def codec_lines(config: Config, device: torch.device) -> list[str]:
         used.append(f"weights in {comm.weight_codec}")
     if zero.zero_quantized_gradients:
         used.append(f"gradients in {comm.gradient_codec}")
-    return [f"codecs: {', '.join(used)}, by {kernels.block_quantizer().describe(device)}"] if used else []
+    return [f"codecs: {', '.join(used)}, by {kernels.NativeBlockQuantizer().describe(device)}"] if used else []
 
 
 def shard_alignment(config: Config) -> int:
@@ -158,4 +158,4 @@ def shard_alignment(config: Config) -> int:
 
 def _codec(name: BlockFormat) -> Codec:
     """Return the block codec of the 8-bit or 4-bit format ``name``."""
-    return BlockCodec(name, block=_BLOCK[name], quantizer=kernels.block_quantizer())
+    return BlockCodec(name, block=_BLOCK[name], quantizer=kernels.NativeBlockQuantizer())
