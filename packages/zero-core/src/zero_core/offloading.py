@@ -315,11 +315,7 @@ def shard_ranks(config: Config) -> int:
 
 
 def _open_store(
-    config: Config,
-    rank: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    trace: Trace | None,
+    config: Config, rank: int, device: torch.device, dtype: torch.dtype, trace: Trace | None
 ) -> HostStore | NvmeStore | None:
     """Return an empty store of the kind that `zero_optimization.offload_param` asks for; None for the device, below
     stage 3, and for a single rank on the CPU with "cpu". The configuration's sizes count elements of ``dtype``."""

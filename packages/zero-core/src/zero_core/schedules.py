@@ -32,9 +32,7 @@ def stepping_with(lr_kwargs: object) -> Callable[[Scheduler], None]:
 
 
 def build_scheduler(
-    given: Scheduler | Callable[[Optimizer], Scheduler] | None,
-    config: Config,
-    optimizer: Optimizer | None,
+    given: Scheduler | Callable[[Optimizer], Scheduler] | None, config: Config, optimizer: Optimizer | None
 ) -> Scheduler | None:
     """Return the user's scheduler, the one that the user's function makes, or the one that `config.scheduler` names.
     The user's takes precedence over the configuration's; None if there is neither. Raises `UsageError` without an
