@@ -13,8 +13,8 @@ import torch.distributed as dist
 from engine_cases import RANKS, batch, build, config, outcome, train, weights
 
 import zero_core
+from zero_ckpt.save_interval import IntervalChooser, choose_interval
 from zero_comm import run_ranks
-from zero_core.checkpoint.interval import IntervalChooser, choose_interval
 from zero_core.checkpoint.periodic import check_interval
 from zero_settings import Config, ConfigError
 

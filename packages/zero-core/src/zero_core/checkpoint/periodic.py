@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from zero_ckpt.save_interval import ChosenInterval, IntervalChooser
 from zero_settings import Config
 
 from ..errors import UsageError
 from ..state import TrainingState
-from .interval import ChosenInterval, IntervalChooser
 from .saving import Saver
 
 logger = logging.getLogger("zero_core")
