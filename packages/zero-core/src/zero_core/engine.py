@@ -147,13 +147,15 @@ class Engine(nn.Module):
         return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the current and each later micro-batch ends an accumulation, instead of counting them, for good.
-        Local: every rank makes the same call. `backward` still divides by the configured accumulation steps."""
+        """Let the current and all later micro-batches end an accumulation, each by itself, or let none of them, instead
+        of counting to the configured number. Every rank makes the same call. `backward` still divides by that
+        number."""
         self._parts.accumulation.set_boundary(is_boundary)
 
     def virtual_rank(self) -> int:
-        """Return the index of the current micro-batch among those of all ranks in this step: j N + r for micro-batch j
-        of rank r of N. Under ``deterministic.across_world_sizes`` its results depend on j, r and N only through it."""
+        """Return the index of the current micro-batch among those of all ranks in this step: j * N + r for the j-th of
+        rank r of N. Under ``deterministic.across_world_sizes`` its results depend on the three numbers only through
+        this index."""
         return self._parts.accumulation.virtual_rank()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -193,7 +195,7 @@ class Engine(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether `compile` has compiled a module."""
+        """Return whether `compile` has compiled the module or one inside."""
         return bool(self.compiled_modules)
 
     def data_loader(
@@ -280,10 +282,10 @@ class Engine(nn.Module):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Move this rank's model states to ``device``: "cpu" or "nvme", which is the configuration's first `nvme_path`.
-        Until `reload_states` most calls of the engine raise `UsageError`. ``include``: among `zero_core.parking.KINDS`,
-        by default all. ``non_blocking`` is ignored. Raises `UsageError` for other names, without an `nvme_path`, and if
-        states are offloaded already. Collective."""
+        """Move this rank's model states to ``device``: "cpu", or "nvme" for the first `nvme_path` of the configuration.
+        Until `reload_states` most calls of the engine raise `UsageError`. ``include``: which of
+        `zero_core.parking.KINDS`, by default all. ``non_blocking`` is ignored. Raises `UsageError` for other names,
+        without an `nvme_path`, and if states are offloaded already. Collective."""
         self._parts.parking.offload(include, str(getattr(device, "value", device)), pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -306,7 +308,7 @@ class Engine(nn.Module):
         return self._parts.full.grad(parameter)
 
     def full_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """Return a copy of the full optimizer state ``key`` of a parameter, such as "exp_avg". Collective."""
+        """Return a copy of a parameter's full optimizer state ``key``, such as "exp_avg". Collective."""
         return self._parts.full.state(parameter, key)
 
     def set_full_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -318,7 +320,7 @@ class Engine(nn.Module):
         self._parts.full.set_grad(parameter, value)
 
     def set_full_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        """Replace the optimizer state ``key`` of a parameter by rank 0's full ``value``. Collective."""
+        """Replace a parameter's optimizer state ``key``, such as "exp_avg", by rank 0's full ``value``. Collective."""
         self._parts.full.set_state(parameter, key, value)
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
@@ -343,7 +345,7 @@ class Engine(nn.Module):
         return self.full_weights(**choices).buckets(bucket_bytes)
 
     def full_weights(self, dtype: torch.dtype | None = None, **choices: bool) -> FullWeights:
-        """Return the full weights as an inference server takes them: ``metadata()`` gathers nothing, iterating is
+        """Return the full weights as an inference server takes them. Its ``metadata()`` gathers nothing; iterating is
         collective. ``dtype``, and ``choices`` (``buffers``, ``merge_adapters``): see `zero_partition.FullWeights`."""
         check = partial(self.training_state.check_open, "full_weights")
         return FullWeights(self.partition, self.module, dtype=dtype, check=check, **choices)
@@ -394,7 +396,8 @@ class Engine(nn.Module):
         return report.config_report(self.resolved_config)
 
     def memory_report(self, by: Literal["kind", "unit", "tier"] = "kind") -> dict[str, int]:
-        """Return the bytes of model state that this rank holds now, by kind, unit or tier (device, host, nvme)."""
+        """Return the bytes of model state that this rank holds now, by kind (such as "master"), unit, or tier (device,
+        host, nvme)."""
         return report.memory_report(self.training_state, by)
 
     def memory_table(self) -> str:

@@ -1,4 +1,5 @@
-"""Tensor and sequence parallelism as an mpu describes them (the model-parallel object of DeepSpeed and Megatron)."""
+"""Tensor and sequence parallelism as an mpu describes them (the model-parallel object of DeepSpeed and Megatron). With
+tensor parallelism the model has several parts; each is trained, and its states sharded, by its own ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class ModelParallel:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks that train the same part of the model."""
+        """Return the number of ranks that train the same part of the model as this one."""
         return len(self.data_rows[0])
 
     def check_sequence(self, size: int) -> None:
@@ -57,7 +58,8 @@ class ModelParallel:
             )
 
     def open(self) -> ModelPart:
-        """Make the process groups between the parts, if there are several; return this rank's part. Collective."""
+        """Open the process groups that connect the parts, if there are several, and return this rank's part.
+        Collective."""
         if self.size == 1:
             return ModelPart(self, UnsplitModel(), None)
         control = Control(open_group(self.model_rows, "gloo"))
@@ -67,7 +69,7 @@ class ModelParallel:
 
 class ModelPart:
     """This rank's part of the model in one engine: its gradient norm, its files, its agreement with other parts.
-    ``everybody``: messages among the ranks of all parts; None if there is one part.
+    ``everybody``: carries messages among the ranks of all parts; None if there is one part.
 
     Attributes:
         place: the part's number and its ranks.
@@ -80,7 +82,7 @@ class ModelPart:
 
     @property
     def coordinator(self) -> Coordinator | None:
-        """Return the coordinator of the ranks of all parts; None if there is one part only."""
+        """Return the checkpoint coordinator of the ranks of all parts; None if there is one part."""
         return None if self._everybody is None else DistCoordinator(self._everybody.process_group)
 
     def subfolder(self, root: Path) -> Path:
@@ -88,8 +90,9 @@ class ModelPart:
         return root / _PART.format(f"{self.place.rank:02d}") if self.place.size > 1 else root
 
     def folder(self, root: Path, *, make: bool = False) -> Path:
-        """Return `subfolder` of ``root``, where checkpoints are; ``make`` creates those of several parts. Collective.
-        Raises `MismatchError` on every rank when ``root`` holds checkpoints of a model in another number of parts."""
+        """Return the folder of this part's checkpoints, `subfolder` of ``root``. ``make``: create it if there are
+        several parts. Raises `MismatchError` on every rank if ``root`` holds checkpoints of another number of parts.
+        Collective."""
         part, parts = self.subfolder(root), root.glob(_PART.format("*"))
         told = self._tell("folder", {path.name: any(path.glob("*")) for path in parts})
         found = len({name for names in told for name in names}) if any(any(names.values()) for names in told) else 0
@@ -104,7 +107,8 @@ class ModelPart:
 
     @contextmanager
     def share_failure(self, call: str) -> Iterator[None]:
-        """If the block raises `CheckpointError` in one part, raise one that names ``call`` in all parts. Collective."""
+        """If the block raises `CheckpointError` in one part, raise it in all parts, with ``call`` in the message.
+        Collective."""
         failure: CheckpointError | None = None
         try:
             yield
@@ -117,18 +121,19 @@ class ModelPart:
             raise CheckpointError(f"{call} failed in another part of the model: {reason}")
 
     def _tell(self, call: str, payload: Any) -> list[Any]:
-        """Return the ``payload`` of every rank of all parts, by rank; only this rank's if there is one. Collective."""
+        """Return the ``payload`` of every rank of all parts, by rank; only this rank's if there is one part. ``call``:
+        the engine's call, which must be the same on all of them. Collective."""
         return [payload] if self._everybody is None else self._everybody.agree(Message(call, "", 0, payload))
 
     def abort(self, failure: BaseException) -> None:
-        """Make the ranks of other parts that wait for this one raise, with ``failure`` as the cause."""
+        """Make collectives between the parts raise on all of their ranks, with ``failure`` as the cause."""
         reason = f"{type(failure).__name__}: {failure}"
         self.norms.abort(reason)
         if self._everybody is not None:
             self._everybody.abort(reason)
 
     def close(self) -> None:
-        """Destroy the process groups between the parts; `norms` and `coordinator` end with them."""
+        """Close the process groups that connect the parts; `norms` and `coordinator` must not be used afterwards."""
         self.norms.close()
         if self._everybody is not None:
             self._everybody.close()
@@ -165,13 +170,15 @@ def model_parallel(mpu: Any) -> ModelParallel:
 
 
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """Return the mpu's tensor-parallel group, under any of its names; None for no mpu. Raises `UsageError`."""
+    """Return the mpu's tensor-parallel group, under any of its names; None if ``mpu`` is None. Raises `UsageError` if
+    it has none."""
     group: dist.ProcessGroup | None = None if mpu is None else _read(mpu, "group")
     return group
 
 
 def _read(mpu: Any, what: str) -> Any:
-    """Return the mpu's tensor-parallel ``what`` ("rank", "world_size", "group"). Raises `UsageError`."""
+    """Return what the mpu's getter ``get_..._parallel_`` + ``what`` returns ("rank", "world_size" or "group"), for the
+    first kind of parallelism that it names. Raises `UsageError` if it has no such getter."""
     names = [prefix + what for prefix in _TENSOR_PARALLEL]
     for name in names:
         if hasattr(mpu, name):
@@ -180,7 +187,8 @@ def _read(mpu: Any, what: str) -> Any:
 
 
 def _own_rows(mpu: Any) -> ModelParallel:
-    """Return what `model_parallel` does, with the rows of this rank alone. Raises `UsageError`, and what mpus raise."""
+    """Return this rank's place by ``mpu``, with only this rank's own rows. Raises `UsageError` if getters are missing,
+    contradict each other or name other axes; what getters raise propagates."""
     for name, axis in _OTHER_AXES.items():
         if (ranks := getattr(mpu, name, lambda: 1)()) > 1:
             raise UsageError(f"{name}() is {ranks}, but {axis} is not supported; tensor and sequence parallelism are")
@@ -202,7 +210,8 @@ def _own_rows(mpu: Any) -> ModelParallel:
 
 
 def _misfit(told: list[list[list[int]]]) -> str | None:
-    """Return why ``told``, the rows by rank, are not the rows and columns of one grid; None if they are."""
+    """Return, as a message, why the groups form no grid with a data-parallel and a model-parallel axis; None if they
+    do. ``told``: for each rank, the global ranks of its data-parallel and of its model-parallel group."""
     for rank, (data, model) in enumerate(told):
         for axis, row in (("data", data), ("model", model)):
             for other in row:

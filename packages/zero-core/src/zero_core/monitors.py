@@ -1,4 +1,5 @@
-"""Write metrics to CSV files, TensorBoard, Weights & Biases or Comet, whose clients are imported on rank 0 alone."""
+"""Write metrics to CSV files, TensorBoard, Weights & Biases or Comet, whose clients are imported on rank 0 alone. An
+event is one value of a metric: (name, value, number of samples seen so far)."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ class Monitor(Protocol):
         """Return whether events are written at all."""
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write ``events``, which are all of one step."""
+        """Write ``events``, which are all of one optimizer step."""
 
     def close(self) -> None:
         """Flush and close the outputs."""
 
 
 class NoMonitor:
-    """A `Monitor` that writes nothing: none is enabled, or this is not rank 0."""
+    """A `Monitor` that writes nothing, for a configuration without monitors and for other ranks than 0."""
 
     enabled = False
 
@@ -41,7 +42,7 @@ class NoMonitor:
 
 
 class Monitors:
-    """A `Monitor` that forwards to several."""
+    """A `Monitor` that passes events on to each of ``monitors``."""
 
     enabled = True
 
@@ -60,8 +61,8 @@ class Monitors:
 
 
 class CsvMonitor:
-    """A `Monitor` that appends to ``folder/Train_Samples_train_loss.csv`` and so on, with the columns step (samples)
-    and the name's last part. Every event is flushed at once. Raises OSError when ``folder`` cannot be written."""
+    """A `Monitor` that appends to ``folder/Train_Samples_train_loss.csv`` and so on, one file per metric, with the
+    columns step (samples) and the name's last part. Raises OSError when ``folder`` cannot be written."""
 
     enabled = True
 
@@ -71,7 +72,7 @@ class CsvMonitor:
         self._files: dict[str, TextIO] = {}
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Append one line per event."""
+        """Append a line (samples, value) to the file of each event's metric, and flush it."""
         for name, value, samples in events:
             file = self._files.get(name) or self._open(name)
             csv.writer(file, lineterminator="\n").writerow([samples, value])
@@ -84,7 +85,7 @@ class CsvMonitor:
         self._files.clear()
 
     def _open(self, name: str) -> TextIO:
-        """Return the file of the events ``name``, opened and, if it is empty, with its head written."""
+        """Open, keep and return the file of the metric ``name``, for appending; write its header if it is empty."""
         path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
         file = path.open("a", encoding="utf-8", newline="")
         if file.tell() == 0:
@@ -104,7 +105,7 @@ class TensorBoardMonitor:
         self._writer = SummaryWriter(log_dir=str(folder))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write one scalar per event, and flush."""
+        """Write one scalar per event, at its number of samples, and flush."""
         for name, value, samples in events:
             self._writer.add_scalar(name, value, samples)
         self._writer.flush()
@@ -126,7 +127,7 @@ class WandbMonitor:
         self._run = wandb.init(project=project, group=group, entity=team, config=dict(settings))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Log the events, those with the same number of samples in one call."""
+        """Log the events, in one call those with the same number of samples, which is the step."""
         steps: dict[int, dict[str, float]] = {}
         for name, value, samples in events:
             steps.setdefault(samples, {})[name] = value
@@ -139,8 +140,9 @@ class WandbMonitor:
 
 
 class CometMonitor:
-    """A `Monitor` that logs to a Comet experiment. ``interval``: the least number of samples between two events of one
-    name that are logged. ``start``: arguments of ``comet_ml.start``; None means Comet's own setting."""
+    """A `Monitor` that logs to a Comet experiment. ``interval``: the least number of samples between two logged events
+    of one metric. ``name``: the experiment's, None for Comet's own. ``settings``: the configuration to show with it.
+    ``start``: arguments of ``comet_ml.start``; None means Comet's own setting."""
 
     enabled = True
 
@@ -155,7 +157,7 @@ class CometMonitor:
         self._experiment.log_parameters(dict(settings))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Log the events whose name was last logged at least ``interval`` samples ago; drop the others."""
+        """Log events, except those of a metric that was logged less than ``interval`` samples ago."""
         for name, value, samples in events:
             last = self._logged.get(name)
             if last is None or samples - last >= self._interval:
@@ -172,7 +174,8 @@ _CLIENTS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
 def check_clients(config: Config) -> None:
-    """Raise ImportError, on every rank, if the client library of an enabled monitor is not installed."""
+    """Raise ImportError if the client library of a monitor that ``config`` enables is not installed. Called on every
+    rank."""
     for section, module in _CLIENTS.items():
         if getattr(config, section).enabled and find_spec(module) is None:
             raise ImportError(
@@ -181,7 +184,7 @@ def check_clients(config: Config) -> None:
 
 
 def build_monitor(config: Config, rank: int) -> Monitor:
-    """Return the monitor for what ``config`` enables; a `NoMonitor` on ranks other than 0."""
+    """Return the monitor that writes wherever ``config`` enables it; a `NoMonitor` on ranks other than 0."""
     monitors = _enabled(config) if rank == 0 else []
     if not monitors:
         return NoMonitor()
@@ -189,7 +192,8 @@ def build_monitor(config: Config, rank: int) -> Monitor:
 
 
 def _enabled(config: Config) -> list[Monitor]:
-    """Return the monitors whose sections ``config`` enables, which opens their files and connections."""
+    """Construct the monitors whose sections ``config`` enables, which opens their files and connections; return
+    them."""
     monitors: list[Monitor] = []
     settings = {key: value for key, value in config.raw.items() if key != "comet"}  # that section may hold a secret
     if config.csv_monitor.enabled:

@@ -95,8 +95,8 @@ class Offloading:
         self._keeps_freed_memory = self._set_freed_memory()
 
     def _set_freed_memory(self) -> bool:
-        """Have the process keep freed memory, or not, as `keep_freed_memory` says; unset, it does where the CPU
-        computes and nothing is offloaded. Return whether it does; false also if the allocator was left alone."""
+        """Set whether the C library keeps freed memory, by `keep_freed_memory`; if unset, let it where the CPU computes
+        and nothing is offloaded. Return whether it keeps it now; false also if the allocator was left alone."""
         keep, zero = self._config.keep_freed_memory, self._config.zero_optimization
         tiers = zero.offload_param, zero.offload_optimizer, self._config.offload.activations
         stays = self._device.type == "cpu" and all(tier.device == "none" for tier in tiers)
@@ -107,15 +107,16 @@ class Offloading:
         return bool(keep)
 
     def new_budget(self) -> HostBudget:
-        """Return an unused memory budget for this process, one of those on this host."""
+        """Return a new, unused memory budget for this process, which shares the host with `processes` - 1 others."""
         return self._make_budget(self.processes)
 
     # -- before the model is sharded -----------------------------------------------------------------------------
 
     def parameter_store(self, dtype: torch.dtype) -> Residency | None:
-        """Open the store that `offload_param` asks for, for shards of ``dtype``; keep it as `store` and return it. None
-        if shards stay where they are: for the device, below stage 3, and "cpu" for a single rank on the CPU. Raises
-        `BudgetError` if drives, or an accelerator's host, have no room. Call it once: each call opens a new store."""
+        """Open and return the store for parameter shards of ``dtype`` that `offload_param` asks for, and keep it as
+        `store`. None if they stay where they are: below stage 3, without offload, and with "cpu" for one rank on the
+        CPU. Raises `BudgetError` if drives, or an accelerator's host, have no room. Call it once: each call opens a new
+        store."""
         section = self._config.zero_optimization.offload_param
         nbytes = -(-self._numel // shard_ranks(self._config)) * dtype.itemsize
         sharded = self._config.zero_optimization.stage == 3
@@ -128,8 +129,9 @@ class Offloading:
         return self.store
 
     def state_tier(self, optimizer: Optimizer | None) -> MakeStates | None:
-        """Return the function that makes the tier for `offload_optimizer`; None for the device or without an optimizer.
-        Raises `UsageError` at stage 0 and for options that exclude it, `PartitionError` if it needs full parameters."""
+        """Return the function that makes the tier of `offload_optimizer` from shards; None without an optimizer or
+        offload. Raises `UsageError` at stage 0 and for options that exclude it, `PartitionError` if ``optimizer`` needs
+        full parameters."""
         zero = self._config.zero_optimization
         section = zero.offload_optimizer
         if section.device == "none" or optimizer is None:
@@ -150,8 +152,9 @@ class Offloading:
     def _make_update(
         self, optimizer: Optimizer, tier_options: TierOptions, shards: Sequence[ShardNeeds], residency: Residency
     ) -> StateTier:
-        """Make, keep as `update` and return the tier for masters and states of ``shards``, one per trained unit, whose
-        weights ``residency`` lends. Raises `BudgetError` if they do not fit."""
+        """Make the tier for masters and states of ``shards``, one per trained unit; keep it as `update` and return it.
+        ``residency``: lends the weights. Raises `BudgetError` if masters and states do not fit into memory or
+        drives."""
         self._advise_on_threads()
         groups = _group_of_parameter(optimizer)
         section = self._config.zero_optimization.offload_optimizer
@@ -168,7 +171,7 @@ class Offloading:
         return self.update
 
     def _tier_options(self) -> TierOptions:
-        """Return the configuration's settings for optimizer states that are offloaded."""
+        """Return what the configuration says about optimizer states on a tier, as zero-offload takes it."""
         section = self._config.zero_optimization.offload_optimizer
         tier: Literal["host", "nvme"] = "nvme" if section.device == "nvme" else "host"
         return TierOptions(
@@ -187,7 +190,7 @@ class Offloading:
         )
 
     def _state_dtype(self) -> torch.dtype | None:
-        """Return the dtype of moments on a tier that the configuration names; None for float32."""
+        """Return the dtype for moments on a tier: bfloat16 or int8 if the configuration names it; None for float32."""
         named = self._config.offload.state_dtype
         if named is not None:
             return _STATE_DTYPES[named]
@@ -199,12 +202,13 @@ class Offloading:
     # -- while training ----------------------------------------------------------------------------------------------
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return a context that moves the tensors saved by autograd, apart from the model's parameters, to the tier of
-        `offload.activations`; a null context without one."""
+        """Return the context for a forward pass, which moves the tensors that autograd saves, except the model's
+        parameters, to the tier of `offload.activations`; a null context without that tier."""
         return nullcontext() if self._activations is None else self._activations
 
     def _activation_tier(self, model: nn.Module) -> offload_activations | None:
-        """Return the context that offloads what autograd saves apart from parameters of ``model``; None if off."""
+        """Return a new context that moves what autograd saves, except parameters of ``model``, to a tier; None if that
+        is off."""
         section = self._config.offload.activations
         if section.device == "none":
             return None
@@ -224,8 +228,8 @@ class Offloading:
         )
 
     def parking_store(self, device: str, pin: bool) -> HostStore | NvmeStore:
-        """Return an empty store on ``device`` ("cpu" or "nvme") for `Engine.offload_states`. ``pin``: host memory that
-        is pinned, and stays so for the next call. Raises `UsageError` for other devices, and without `nvme_path`."""
+        """Return an empty store on ``device`` ("cpu" or "nvme") for `Engine.offload_states`. ``pin``: in pinned host
+        memory, which later calls use again. Raises `UsageError` for other devices, and without an `nvme_path`."""
         if device == "cpu":
             if not pin:
                 return HostStore(device=self._device, pin=False)
@@ -244,8 +248,8 @@ class Offloading:
         return NvmeStore(path, device=self._device, prefix=f"parked.rank{self._rank}", engine=_io_engine(self._config))
 
     def after_step(self, step: int) -> None:
-        """Write the trace file after `offload.trace_steps` calls; print the transfers, on rank 0, if a report is due
-        after optimizer step ``step`` (`offload.report`, every `steps_per_print`)."""
+        """Write the trace file once `offload.trace_steps` steps are over. If `offload.report` is due after optimizer
+        step ``step`` (every `steps_per_print`), print the table of transfers on rank 0."""
         if self.trace is None:
             return
         section, every = self._config.offload, self._config.steps_per_print
@@ -260,8 +264,8 @@ class Offloading:
                 self.trace.clear()
 
     def table(self) -> str:
-        """Return a table of the transfers per hop (kind of transfer) since the last report, or all until the trace file
-        is written: bytes, bandwidth, overlapped fraction; then what the tiers report."""
+        """Return a table of the transfers since the last report, or of all until the trace file is written, one line
+        per kind of transfer: bytes, bandwidth, overlapped fraction. Then what the tiers report."""
         lines = [] if self.trace is None else [self.trace.table()]
         for name, tier in (("optimizer", self.update), ("parameters", self.store)):
             if isinstance(tier, (OffloadedUpdate, DelayedUpdate, NvmeStore)):
@@ -269,17 +273,19 @@ class Offloading:
         return "\n".join(lines)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of offloaded activations that wait for backward now, by tier; none without a tier."""
+        """Return the bytes of offloaded activations that wait for backward now, by tier; empty if none are
+        offloaded."""
         return {} if self._activations is None else self._activations.memory()
 
     def _advise_on_threads(self) -> None:
-        """Warn, on one rank of the host, where the update on the CPU has one thread and could have more."""
+        """Log a warning, on one rank of the host, if the update on the CPU has one thread and could have more."""
         from zero_launch.cores import warn_of_one_thread  # only where it is needed, as it takes 0.1 s
 
         warn_of_one_thread(torch.get_num_threads(), self.processes, logger)
 
     def close(self) -> None:
-        """Write an unwritten trace, remove files of activations, and return kept free memory to the system."""
+        """Write the trace if that is still to be done, remove files of activations, and return kept free memory to the
+        system."""
         if self._activations is not None:
             self._activations.close()
         if self._parking is not None:
@@ -292,7 +298,7 @@ class Offloading:
             self.trace.close()
 
     def _save_trace(self) -> None:
-        """Write the trace file, its name with this rank's number, and end tracing unless reports need it."""
+        """Write the trace file, with this rank's number in its name, and stop tracing unless reports need it."""
         self._trace_saved = True
         if self.trace is not None and self._config.offload.trace is not None:
             target = Path(self._config.offload.trace)
@@ -304,7 +310,8 @@ class Offloading:
 
 
 def state_block(config: Config) -> int:
-    """Return the number of elements that states on a tier keep together in a block: 256 for 8-bit states, else 1."""
+    """Return the elements per quantization block of offloaded states, which stay together: 256 for 8-bit states, else
+    1."""
     return _BLOCK if config.offload.state_dtype == "int8" else 1
 
 
@@ -317,8 +324,8 @@ def shard_ranks(config: Config) -> int:
 def _open_store(
     config: Config, rank: int, device: torch.device, dtype: torch.dtype, trace: Trace | None
 ) -> HostStore | NvmeStore | None:
-    """Return an empty store of the kind that `zero_optimization.offload_param` asks for; None for the device, below
-    stage 3, and for a single rank on the CPU with "cpu". The configuration's sizes count elements of ``dtype``."""
+    """Return a new, empty store for parameter shards of ``dtype``, of the kind that `zero_optimization.offload_param`
+    asks for; None without offload, below stage 3, and with "cpu" for a single rank on the CPU."""
     zero = config.zero_optimization
     section = zero.offload_param
     if section.device == "none" or zero.stage < 3:
@@ -341,13 +348,14 @@ def _open_store(
 
 
 def _group_of_parameter(optimizer: Optimizer) -> dict[int, int]:
-    """Return the index of each parameter's param group, by the parameter's `id`."""
+    """Return the index of each parameter's param group in ``optimizer``, by the parameter's `id`."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 def _shard_plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: bool) -> list[ShardPlan]:
-    """Return one plan per trained unit. ``groups``: `_group_of_parameter`; ``in_host``: shards are in host memory, so
-    that weights of 32 or 64 bits are updated in place."""
+    """Return, for each shard, what zero-offload needs to update it: sizes, dtypes, fragments. ``groups``: param groups
+    by the parameter's `id`; ``in_host``: shards are in host memory, so that weights of 32 or 64 bits are updated in
+    place."""
     plans, positions = [], element_positions((shard.layout for shard in shards), _BLOCK)
     for shard in shards:
         fragments = tuple(
@@ -377,7 +385,8 @@ def _shard_plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: 
 
 
 def _io_engine(config: Config) -> Any:
-    """Return an I/O engine with the settings of `aio`; None if all are defaults. Raises `MissingExtraError`."""
+    """Return a zero-nvme-aio engine with the settings of `aio`; None if all are defaults. Raises `MissingExtraError` if
+    that package is not installed."""
     defaults = type(config.aio)().model_dump()
     given = {key: value for key, value in config.aio.model_dump().items() if value != defaults[key]}
     if not given:

@@ -1,4 +1,5 @@
-"""Build the optimizer that the configuration names."""
+"""Build the optimizer that the configuration names. In private functions ``arguments`` are its parameters in the
+configuration, from which keys are removed, and ``half_states`` asks for moments in bfloat16."""
 
 from __future__ import annotations
 
@@ -33,10 +34,10 @@ def build_optimizer(
     parameters: Parameters | None,
     device: torch.device,
 ) -> Optimizer | None:
-    """Return the user's optimizer, the one that the user's function makes, or the one that the configuration names.
-    ``parameters``: the parameters or param groups to train, by default all that require gradients. ``device``: where
-    the shards will be; on the CPU the names mean the optimizers of zero-optim-kernels, else torch's fused ones. None if
-    neither the user nor the configuration names an optimizer. Raises `UsageError`."""
+    """Return the user's optimizer, the one that the user's function makes, or the one that the configuration names;
+    None if there is none of them. ``parameters``: the parameters or param groups to train, by default all that require
+    gradients. ``device``: where the shards will be; on the CPU the names mean the optimizers of zero-optim-kernels,
+    else torch's. Raises `UsageError` for another ``given``, nothing to train, and unavailable arguments."""
     if isinstance(given, Optimizer):
         return given
     if given is not None and not callable(given):
@@ -77,7 +78,8 @@ def build_optimizer(
 
 
 def _muon(model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Return Muon for matrices and AdamW for other ``parameters``. Raises `UsageError` for matrices on torch < 2.9."""
+    """Return Muon for matrices, with AdamW for other ``parameters``. Raises `UsageError` for matrices on torch before
+    2.9."""
     try:
         return MuonWithAdam.from_model(model, parameters, arguments)
     except ImportError as error:  # from torch before 2.9
@@ -85,8 +87,8 @@ def _muon(model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> Optim
 
 
 def _adam(parameters: Any, arguments: dict[str, Any], *, decoupled: bool, on_cpu: bool) -> Optimizer:
-    """Return Adam, or AdamW if ``decoupled``: the CPU kernel's if ``on_cpu`` and no option is torch's alone, else
-    torch's. Removes keys from ``arguments``, the section's values. Raises `UsageError` for what neither can do."""
+    """Return Adam, or AdamW if ``decoupled``. It is the CPU kernel's if ``on_cpu``, unless an argument asks for
+    torch's; else torch's. Raises `UsageError` for arguments that are not available."""
     wants_torch = arguments.pop("torch_adam")
     arguments.pop("adam_w_mode")
     half_states = not arguments.pop("fp32_optimizer_states")
@@ -101,7 +103,8 @@ def _adam(parameters: Any, arguments: dict[str, Any], *, decoupled: bool, on_cpu
 
 
 def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Optimizer:
-    """Return Adagrad: the CPU kernel's if ``on_cpu`` and no option is torch's alone, else torch's; see `_adam`."""
+    """Return Adagrad: the CPU kernel's if ``on_cpu``, unless an argument asks for torch's; else torch's. Raises
+    `UsageError` for arguments that are not available."""
     half_states = not arguments.pop("fp32_optimizer_states")
     if arguments.pop("amsgrad"):
         raise UsageError("optimizer.params.amsgrad: Adagrad has no such variant; remove it")
@@ -113,7 +116,7 @@ def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Opt
 
 
 def _without_variants(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Return LAMB or the 1-bit optimizer ``name``. Removes keys from ``arguments``; `UsageError` for what it lacks."""
+    """Return LAMB or the 1-bit optimizer ``name``. Raises `UsageError` for arguments that it does not have."""
     for key in ("eps_inside_sqrt", "amsgrad"):
         if arguments.pop(key):
             raise UsageError(f"optimizer.params.{key}: not available for {name}; set it to false")
@@ -125,19 +128,19 @@ def _without_variants(name: str, parameters: Any, arguments: dict[str, Any]) -> 
 
 
 def _state_dtype(half_states: bool) -> dict[str, Any]:
-    """Return, by name, the CPU optimizers' argument for moments in bfloat16 if ``half_states``; else an empty dict."""
+    """Return the keyword argument for moments in bfloat16 of a CPU optimizer; an empty dict unless ``half_states``."""
     return {"state_dtype": "bfloat16"} if half_states else {}
 
 
 def _refuse_half_states(half_states: bool, name: str) -> None:
-    """Raise `UsageError`, naming the optimizer ``name``, if ``half_states`` are wanted."""
+    """Raise `UsageError` if ``half_states``, which the optimizer called ``name`` does not have on this device."""
     if half_states:
         raise UsageError(f"optimizer.params.fp32_optimizer_states: false is for {name} on the CPU; set it to true")
 
 
 def _over_stand_ins(kind: Callable[..., Optimizer], parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Return the optimizer ``kind`` of zero-optim-kernels over ``parameters``. It is built over empty float32 tensors,
-    as its checks apply to the fragments it will get, not to released or half-precision parameters."""
+    """Return an optimizer of the class ``kind``, of zero-optim-kernels, over ``parameters``. It is constructed over
+    empty float32 tensors, as its checks apply to the fragments it will get, not to released or 16-bit parameters."""
     groups = parameters if any(isinstance(p, dict) for p in parameters) else [{"params": parameters}]
     listed = [list(group["params"]) for group in groups]
     stand_ins = [
@@ -150,6 +153,6 @@ def _over_stand_ins(kind: Callable[..., Optimizer], parameters: Any, arguments: 
 
 
 def _stand_in(parameter: Any) -> Any:
-    """Return an empty parameter in the form of ``parameter``: a parameter, or a pair of its name and it."""
+    """Return an empty float32 parameter; if ``parameter`` is a (name, parameter) pair, a pair of its name and that."""
     empty = nn.Parameter(torch.empty(0))
     return (parameter[0], empty) if isinstance(parameter, tuple) else empty

@@ -1,4 +1,5 @@
-"""Move model states to host memory or files while other work needs the device, and back."""
+"""Move model states off the device, to host memory or files, while other work needs it, and back. Kinds of state are
+named as DeepSpeed does, see `KINDS`."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ class Parking:
         self._parked: ParkedStates | None = None
 
     def offload(self, include: Iterable[Any] | None, device: str, pin: bool) -> None:
-        """Move the kinds ``include`` (None: all of `KINDS`) to ``device`` ("cpu" or "nvme") until `reload`. ``pin``:
-        into pinned host memory. Raises `UsageError` for other names, and if states are offloaded already."""
+        """Move the states of the kinds in ``include`` (None: all) to ``device`` ("cpu" or "nvme") until `reload`.
+        ``pin``: into pinned host memory. Raises `UsageError` for other kinds or devices, and if states are offloaded
+        already."""
         state = self._state
         state.check_open("offload_states")
         kinds = kinds_of(include)
@@ -39,16 +41,18 @@ class Parking:
         state.lifetime.parked = True
 
     def reload(self) -> None:
-        """Move back the states that `offload` moved, and let the engine be used again; else do nothing."""
+        """Move back the states that `offload` moved, after which the engine can be used again; do nothing if it moved
+        none."""
         if self._parked is not None:
             self._parked.bring_back()
             self._parked, self._state.lifetime.parked = None, False
 
 
 class ParkedStates:
-    """Moves the bytes of states of the ``kinds`` off the device into ``store``; `bring_back` restores them. Storages
-    keep their identity and are emptied, so that all views of them are valid again afterwards. Parameters that the user
-    could read meanwhile are placeholders of NaN. States on a tier stay there. Attribute ``nbytes``: bytes moved."""
+    """Moves states of the ``kinds`` off the device into ``store``, when it is constructed; `bring_back` restores them.
+    Storages keep their identity and are emptied, so that all views of them are valid again afterwards. Parameters that
+    the user could read meanwhile are placeholders of NaN. States on a tier stay there. Attribute ``nbytes``: bytes
+    moved."""
 
     def __init__(
         self,
@@ -81,7 +85,8 @@ class ParkedStates:
             raise
 
     def bring_back(self) -> None:
-        """Move all states back to where they were, show hidden weights, close a store in files; idempotent."""
+        """Move all states back to where they were, replace the placeholders by the weights, and close a store in files.
+        Idempotent."""
         unpark(self._held, self._store)
         self._held.clear()
         if isinstance(self._store, NvmeStore):
@@ -94,7 +99,8 @@ class ParkedStates:
                     self._optimizer.replace_state(owned, {**kept})  # a new dict: who remembers addresses looks again
 
     def _weights(self, partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
-        """Put placeholders for weights that stay gathered; yield (unit, tensor) of weights and shards on the device."""
+        """Yield (unit name, tensor) for weights and shards on the device. Replaces gathered weights by placeholders on
+        the way."""
         for unit in partition.units:
             unit.drop_kept()
             if not unit.releasable:
@@ -108,8 +114,8 @@ class ParkedStates:
 
 
 def kinds_of(include: Iterable[Any] | None) -> set[str]:
-    """Return the names in ``include`` (strings, or members of an enumeration); all of `KINDS` if it is None. Raises
-    `UsageError` for a name that is not among them."""
+    """Return the kinds of state in ``include``, strings or members of an enumeration; all of `KINDS` if it is None.
+    Raises `UsageError` for a name that is not among them."""
     names = set(KINDS) if include is None else {str(getattr(item, "value", item)) for item in include}
     unknown = sorted(names - set(KINDS))
     if unknown:
@@ -120,7 +126,7 @@ def kinds_of(include: Iterable[Any] | None) -> set[str]:
 
 
 def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the optimizer states on the device, without scalars."""
+    """Yield (name, tensor) for the optimizer's states of this rank's fragments, without scalars; nothing for None."""
     if optimizer is not None:
         for owned in optimizer.fragments:
             for key, value in by_kind(optimizer.state_of(owned)).items():
@@ -129,6 +135,6 @@ def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[tuple[str,
 
 
 def _gradients(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (unit, tensor) of the gradient buffers on the device."""
+    """Yield (unit name, tensor) for the buffers of gradients on the device."""
     for gradients in partition.runtime.gradients.values():
         yield from ((gradients.unit.name, tensor) for tensor in gradients.tensors())

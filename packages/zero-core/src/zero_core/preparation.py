@@ -13,7 +13,7 @@ _ROUTES = ("train", "eval", "predict")
 
 
 class Loaders:
-    """Makes data loaders of this rank's samples. ``collate_fn``: the default of all of them."""
+    """Makes data loaders of this rank's samples. ``collate_fn``: their default; None for torch's."""
 
     def __init__(self, state: TrainingState, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         self._state = state
@@ -29,9 +29,10 @@ class Loaders:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
     ) -> RankLoader[Any]:
-        """Return a loader of this rank's samples of ``dataset`` (map-style), shuffled for the route "train".
-        ``batch_size`` (samples per batch and rank), ``collate_fn``: by default the engine's. ``sampler``: the user's.
-        ``workers``: processes that prepare batches ahead. Raises `UsageError` for another route or data set."""
+        """Return a loader of this rank's samples of ``dataset`` (map-style), shuffled for the ``route`` "train" only.
+        ``batch_size`` (samples per batch and rank), ``collate_fn``: by default the engine's. ``sampler``: the user's,
+        replaces ours. ``workers``: processes that prepare batches ahead. Raises `UsageError` for another route or data
+        set."""
         if route not in _ROUTES:
             raise UsageError(f"engine.data_loader(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
         state = self._state
@@ -61,8 +62,9 @@ def compile_module(
     schedule: Any,
     compiled_autograd_enabled: bool,
 ) -> None:
-    """Compile the module by torch.compile with ``backend`` and ``compile_kwargs``; put the names of compiled modules in
-    ``state.compiled``. Raises `UsageError` for a schedule, compiled autograd, and CUDA graphs with released weights."""
+    """Let torch.compile compile the module with ``backend`` and ``compile_kwargs``; replace ``state.compiled`` by the
+    names of the compiled modules. Raises `UsageError` for a schedule, compiled autograd, and CUDA graphs with released
+    weights."""
     state.check_open("compile")
     options = dict(compile_kwargs or {})
     if schedule is not None:

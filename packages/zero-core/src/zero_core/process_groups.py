@@ -44,8 +44,8 @@ _PER_RANK_SECTIONS = tuple(f"{key}." for key in _PER_RANK)
 
 
 def agree_on_configuration(control: Control, config: Config) -> None:
-    """Raise `ConfigError` on every rank of ``control``, naming each key that differs and its values by rank, unless the
-    configurations are equal apart from `_PER_RANK`. Collective."""
+    """Compare the ranks' configurations, except keys that may differ (`_PER_RANK`). If they are not equal, raise
+    `ConfigError` on every rank of ``control``, which names each key that differs and its values by rank. Collective."""
     leaves = _leaves("", config.to_plain())
     own = {key: value for key, value in leaves if key not in _PER_RANK and not key.startswith(_PER_RANK_SECTIONS)}
     _agree(control, "configuration", own, "give every rank the same configuration")
@@ -66,8 +66,8 @@ def agree_on_hyperparameters(control: Control, optimizer: Optimizer | None) -> N
 
 
 def _agree(control: Control, what: str, own: dict[str, Any], action: str) -> None:
-    """Raise `ConfigError` on every rank unless all pass equal values ``own``, by path. ``what``: their name in
-    messages; ``action``: the advice in the error. Collective."""
+    """Raise `ConfigError` on every rank of ``control`` unless all of them pass equal values ``own``, by path. ``what``:
+    what these are, for messages; ``action``: the error's advice. Collective."""
     texts = {path: repr(value) for path, value in own.items()}
     digest = hashlib.blake2b(json.dumps(texts, sort_keys=True).encode(), digest_size=16).hexdigest()
     if len(set(control.agree(Message("initialize", what, 0, digest)))) == 1:
@@ -83,7 +83,8 @@ def _agree(control: Control, what: str, own: dict[str, Any], action: str) -> Non
 
 
 def _by_rank(values: list[str]) -> str:
-    """Return ``values``, by rank, as text: `0.1 on ranks 0, 2 and 0.2 on rank 1`, at most 8 ranks for a value."""
+    """Return text on ``values``, one for each rank, such as `0.1 on ranks 0, 2 and 0.2 on rank 1`; it lists 8 ranks per
+    value."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -94,7 +95,8 @@ def _by_rank(values: list[str]) -> str:
 
 
 def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
-    """Return (dotted path, value) of each value in nested dicts that is no dict, or an empty one."""
+    """Return (path, value) of each value in nested dicts that is no dict or an empty one; ``prefix``: the path of
+    ``value``."""
     if not isinstance(value, dict) or not value:
         return [(prefix, value)]
     return [leaf for key, item in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else str(key), item)]
@@ -105,8 +107,8 @@ _BLOCK: dict[BlockFormat, int] = {"int8": 256, "fp8_e4m3": 256, "int4": 512}
 
 
 def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -> EngineGroups:
-    """Return the process groups of an engine over its data-parallel ``rows`` of global ranks. Raises `ConfigError` on
-    every rank of a row in which configurations differ. Collective over the world."""
+    """Open and return the process groups of an engine. ``rows``: the global ranks of each data-parallel group. Raises
+    `ConfigError` on every rank of a row in which configurations differ. Collective over the world."""
     zero = config.zero_optimization
     return EngineGroups.open(
         rows,
@@ -125,7 +127,7 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
 
 
 def weight_codecs(config: Config) -> tuple[Codec | None, Codec | None]:
-    """Return the codecs for gathering (trained units, frozen units) at stage 3; None to gather unquantized."""
+    """Return (codec of trained units, codec of frozen units) for gathering at stage 3; None: gathered unquantized."""
     zero = config.zero_optimization
     codec = _codec(config.comm.weight_codec)
     return (
@@ -135,7 +137,8 @@ def weight_codecs(config: Config) -> tuple[Codec | None, Codec | None]:
 
 
 def codec_lines(config: Config, device: torch.device) -> list[str]:
-    """Return a line for the start-up report on the codecs in use and their implementation; no line without codecs."""
+    """Return a line for the start-up report on the codecs in use and their implementation on ``device``; none without
+    codecs."""
     zero, comm = config.zero_optimization, config.comm
     used = []
     if zero.stage >= 3 and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
@@ -146,7 +149,7 @@ def codec_lines(config: Config, device: torch.device) -> list[str]:
 
 
 def shard_alignment(config: Config) -> int:
-    """Return the number of elements of which shard boundaries are multiples, so that no codec's block is divided."""
+    """Return the number of elements that shard boundaries must be multiples of, so that no codec's block is divided."""
     zero, comm = config.zero_optimization, config.comm
     blocks = [64]
     if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:

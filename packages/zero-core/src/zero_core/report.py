@@ -14,7 +14,8 @@ from .state import TrainingState
 
 
 def startup_report(config: Config, partition: Partition) -> str:
-    """Return stage, ranks, units, batch sizes, dtypes, codecs, replicated parameters and changed settings as text."""
+    """Return the start-up report as text: stage, ranks, units, batch sizes, dtypes, codecs, replicated parameters, and
+    settings that are not defaults."""
     lines = [
         *_outline(config, partition),
         *_elastic_rule(config),
@@ -30,7 +31,7 @@ def startup_report(config: Config, partition: Partition) -> str:
 
 
 def start_line(state: TrainingState) -> str:
-    """Return in one line what begins: stage, ranks, units, batch, dtypes, and rank 0's memory on each tier."""
+    """Return one line on what begins: stage, ranks, units, batch sizes, dtypes, and what rank 0 holds on each tier."""
     rows = {row.thing: row.dtype for row in state.partition.options.policy.table()}
     dtypes = ", ".join(f"{thing} {rows[thing]}" for thing in ("parameter", "accumulated gradient", "master"))
     held = ", ".join(f"{n / 2**20:,.1f} MiB on {tier}" for tier, n in memory_report(state, "tier").items() if n)
@@ -38,7 +39,7 @@ def start_line(state: TrainingState) -> str:
 
 
 def _outline(config: Config, partition: Partition) -> list[str]:
-    """Return stage and ranks, parameters and units, and batch sizes as text."""
+    """Return three lines: on stage and ranks, on parameters and units, on batch sizes."""
     options, layout = partition.options, partition.layout
     persistent = sum(u.plan.persistent for u in partition.units)
     return [
@@ -52,7 +53,7 @@ def _outline(config: Config, partition: Partition) -> list[str]:
 
 
 def _elastic_rule(config: Config) -> list[str]:
-    """Return the line on what elastic training keeps at another number of ranks; none if it is off."""
+    """Return a line on which batch size elastic training keeps when the number of ranks changes; none if it is off."""
     if config.elastic.batch_size is None:
         return []
     kept = "the samples of a step" if config.elastic.batch_size == "keep_global_batch" else "the samples of a rank"
@@ -60,7 +61,8 @@ def _elastic_rule(config: Config) -> list[str]:
 
 
 def _replicas(partition: Partition) -> str:
-    """Return the number of replicas of the model and the ranks of secondary shards as text; empty without either."""
+    """Return text on how many replicas of the model there are and how many ranks share secondary shards; empty without
+    either."""
     groups = partition.groups
     found = ""
     if groups.replicate.world_size > 1:
@@ -73,7 +75,7 @@ def _replicas(partition: Partition) -> str:
 
 
 def config_report(config: Config) -> str:
-    """Return every configuration value with its origin, as a table."""
+    """Return every configuration value with its origin and remarks, as a table, one line each."""
     rows = [(r.path, repr(r.value), r.provenance, r.note) for r in config.report()]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(
@@ -82,7 +84,8 @@ def config_report(config: Config) -> str:
 
 
 def memory_report(state: TrainingState, by: Literal["kind", "unit", "tier"]) -> dict[str, int]:
-    """Return the bytes of model state that this rank holds now, by kind, unit or tier. Raises `UsageError`."""
+    """Return the bytes of model state that this rank holds now, by kind, unit or tier. Raises `UsageError` for another
+    ``by``."""
     if by not in ("kind", "unit", "tier"):
         raise UsageError(f"engine.memory_report(by=…): expected 'kind', 'unit' or 'tier', got {by!r}")
     found = dict.fromkeys(MEMORY_KINDS, 0) if by == "kind" else {}

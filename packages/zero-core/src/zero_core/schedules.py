@@ -34,10 +34,10 @@ def stepping_with(lr_kwargs: object) -> Callable[[Scheduler], None]:
 def build_scheduler(
     given: Scheduler | Callable[[Optimizer], Scheduler] | None, config: Config, optimizer: Optimizer | None
 ) -> Scheduler | None:
-    """Return the user's scheduler, the one that the user's function makes, or the one that `config.scheduler` names.
-    The user's takes precedence over the configuration's; None if there is neither. Raises `UsageError` without an
-    optimizer, for a scheduler of another optimizer's param groups or whose ``step`` needs an argument, and when its
-    class refuses the configured arguments."""
+    """Return the user's scheduler, the one that the user's function makes, or the one that `config.scheduler` names, in
+    this order; None if there is none of them. Raises `UsageError` without an optimizer, for a scheduler of another
+    optimizer's param groups or whose ``step`` needs an argument, and when its class refuses the configured
+    arguments."""
     section = config.scheduler
     if given is None and section is None:
         return None
@@ -56,7 +56,8 @@ def build_scheduler(
 
 
 def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
-    """Return the scheduler that ``section`` names: of zero-optim or of torch. Raises `UsageError`."""
+    """Return the scheduler of zero-optim or torch that ``section`` names, over ``optimizer``. Raises `UsageError` if
+    there is none or it refuses its arguments."""
     name = section.type
     if name in VALID_LR_SCHEDULES:
         kind: Any = getattr(schedules, name)
@@ -77,7 +78,7 @@ def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
 
 
 def _checked(made: Any, optimizer: Optimizer, what: str) -> Scheduler:
-    """Return ``made``. Raises `UsageError`, naming it ``what``, if it is no schedule of ``optimizer``."""
+    """Return ``made`` if it is a schedule of ``optimizer``, else raise `UsageError`, which calls it ``what``."""
     if (problem := schedule_problem(made, optimizer)) is not None:
         raise UsageError(f"{what}{problem}")
     scheduler: Scheduler = made

@@ -66,8 +66,9 @@ class BatchSizes:
         self.ranks, self._virtual_ranks = config.data_parallel_size, config.virtual_ranks
 
     def set_train(self, size: int) -> None:
-        """Set ``train`` to ``size`` and ``steps`` to the micro-batches that it needs. Raises `UsageError` if it is no
-        multiple of a micro-batch on each rank, or not virtual ranks' number of samples."""
+        """Set ``train`` to ``size`` and ``steps`` to the micro-batches that it needs. Raises `UsageError` for a size
+        that is no multiple of a micro-batch on each rank or, with virtual ranks, is not one micro-batch for each of
+        these."""
         virtual, together = self._virtual_ranks, self.micro * self.ranks
         if virtual and size != self.micro * virtual:
             raise UsageError(
@@ -82,7 +83,8 @@ class BatchSizes:
         self.train, self.steps = size, size // together
 
     def set_micro(self, size: int) -> None:
-        """Set ``micro`` to ``size`` and adapt ``train``; ``steps`` stays. Raises `UsageError` for a size below 1."""
+        """Set ``micro`` to ``size`` and ``train`` to what follows; ``steps`` stays. Raises `UsageError` for a size
+        below 1."""
         if size < 1:
             raise UsageError(f"set_train_micro_batch_size: expected a number of samples, got {size}")
         self.train, self.micro = size * self.steps * self.ranks, size
@@ -102,8 +104,8 @@ class Attached:
 
 @dataclass
 class Lifetime:
-    """Reasons why an engine cannot be used: it is ``destroyed``, or ``parked`` until `Engine.reload_states`; a process
-    forked from ``process`` cannot either."""
+    """Reasons why an engine cannot be used: it is ``destroyed``; its states are ``parked``, off the device, until
+    `Engine.reload_states`; or this is not ``process``, the one that made the engine, but was forked from it."""
 
     destroyed: bool = False
     parked: bool = False
@@ -122,7 +124,7 @@ class TrainingState:
         ledger: bytes sent, by phase and unit.
         model_part: the part of the full model that this rank trains, under an mpu.
         micro_batches: the rules for the micro-batches of a step: ordinary ones, or virtual ranks.
-        reports: this is rank 0 of the job, which prints and logs for all.
+        reports: whether this is rank 0 of the job, which prints and logs for all.
         compiled: names of the modules that `Engine.compile` has compiled."""
 
     module: nn.Module
@@ -166,16 +168,17 @@ class TrainingState:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether a failed step affects this rank only: it is the only one, and no state is on a tier."""
+        """Return whether a failed step affects this rank only: it is the only rank, and no state is on a tier."""
         parts = self.partition
         return parts.data_world_size == 1 and self.model_part.place.size == 1 and parts.states is None
 
     def loss_scale(self) -> float:
-        """Return the factor by which the loss is multiplied before backward."""
+        """Return the factor by which the loss is multiplied before backward; 1.0 for inference."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale.scale
 
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of each param group. Raises as `check_trainable`."""
+        """Return the learning rate of each param group. Raises `UsageError` without an optimizer, and as
+        `check_open`."""
         return [group["lr"] for group in self.check_trainable("get_lr").param_groups]
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -186,7 +189,8 @@ class TrainingState:
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
     def check_open(self, call: str) -> None:
-        """Raise `UsageError`, naming ``engine.call``, if the engine is another process's, destroyed or offloaded."""
+        """Raise `UsageError` if the engine is another process's, destroyed or offloaded; ``call``: the engine's, for
+        the message."""
         if self.lifetime.process != os.getpid():
             raise UsageError(f"engine.{call}: this process was forked from the engine's; call it there, hand over data")
         if self.lifetime.destroyed:
@@ -195,7 +199,8 @@ class TrainingState:
             raise UsageError(f"engine.{call}: the states are offloaded; call engine.reload_states() first")
 
     def check_trainable(self, call: str) -> ShardedOptimizer:
-        """Return the optimizer. Raises `UsageError`, naming ``engine.call``, without one, and as `check_open`."""
+        """Return the optimizer. Raises `UsageError` if there is none, and as `check_open`; ``call``: the engine's, for
+        messages."""
         self.check_open(call)
         if self.optimizer is None:
             raise UsageError(

@@ -25,10 +25,11 @@ class Supervisor(Protocol):
         """Return the limits on the size of units to use instead of ``limits``."""
 
     def budget(self, processes: int) -> HostBudget:
-        """Return a new, unused memory budget of this process, one of ``processes`` on this host; it collects needs."""
+        """Return a new memory budget for this process, which shares the host with ``processes`` - 1 others of the
+        job."""
 
     def observer(self, engine: Engine) -> Observer:
-        """Return the observer of the losses and steps of ``engine``."""
+        """Return the observer that is to get the losses and steps of ``engine``."""
 
 
 class Unsupervised:
@@ -43,7 +44,7 @@ class Unsupervised:
         return limits
 
     def budget(self, processes: int) -> HostBudget:
-        """Return a budget with the limits of this system."""
+        """Return a new memory budget with the limits of this system."""
         return HostBudget(processes=processes)
 
     def observer(self, engine: Engine) -> Observer:
@@ -55,13 +56,13 @@ _SUPERVISOR: ContextVar[Supervisor] = ContextVar("zero_core_supervisor", default
 
 
 def supervisor() -> Supervisor:
-    """Return the supervisor of this context (`supervised`), by default an `Unsupervised`."""
+    """Return the supervisor that `supervised` has set for this thread or task; by default an `Unsupervised`."""
     return _SUPERVISOR.get()
 
 
 @contextmanager
 def supervised(by: Supervisor) -> Iterator[None]:
-    """Have ``by`` supervise every engine that is made inside the block, in this thread or task."""
+    """Let ``by`` supervise every engine that is made inside the block, in this thread or task."""
     token = _SUPERVISOR.set(by)
     try:
         yield

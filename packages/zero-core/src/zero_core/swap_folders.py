@@ -23,8 +23,8 @@ logger = logging.getLogger("zero_core")
 
 
 def check_swap_folders(config: Config) -> None:
-    """Check that stores can lie in the folders of every `nvme_path` in use; create missing ones if `offload.create` is
-    set. Raises `UsageError` with the key, the folder and the reason."""
+    """Check that files can be written in the folders of every `nvme_path` in use; create missing folders if
+    `offload.create` is set. Raises `UsageError` with the key, the folder and the reason."""
     for paths in folders_in_use(config):
         for name in paths.folders:
             if (problem := folder_problem(name, create=config.offload.create)) is not None:
@@ -32,13 +32,14 @@ def check_swap_folders(config: Config) -> None:
 
 
 def remove_abandoned(config: Config, rank: int, world_size: int) -> None:
-    """Remove the swap files that an earlier run left of ``rank``, so that the drives have room when they are measured
-    and before it is said whether the stores fit; and, on the first rank of each node, those of ranks >= ``world_size``,
-    which the job had then. Files that a process has open stay."""
+    """Remove the swap files that an earlier run left of ``rank`` and, on the first rank of each node, of ranks that the
+    job no longer has (>= ``world_size``). Call it before free space on the drives is measured. Files that a process has
+    open stay."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def is_left(prefix: str) -> bool:
-        """Return whether ``prefix`` is a store's that this rank made, or a rank made that this run does not have."""
+        """Return whether ``prefix`` is that of a store of this rank or, on a node's first rank, of one that the job no
+        longer has."""
         match = _STORE.fullmatch(prefix)
         return match is not None and (int(match["rank"]) == rank or (first and int(match["rank"]) >= world_size))
 
@@ -51,7 +52,7 @@ def remove_abandoned(config: Config, rank: int, world_size: int) -> None:
 
 
 def folders_in_use(config: Config) -> Iterator[PathList]:
-    """Yield the folders of every `nvme_path` in use, with its key; a store is striped over all of them."""
+    """Yield the folders and the key of every `nvme_path` in use; a store is striped over all folders of one."""
     zero = config.zero_optimization
     optimizer, param, activations = zero.offload_optimizer, zero.offload_param, config.offload.activations
     for section, used in ((optimizer, zero.stage >= 1), (param, zero.stage == 3), (activations, True)):

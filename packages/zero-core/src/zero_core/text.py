@@ -23,7 +23,8 @@ _WIDTH = 240  # columns; wider than any table, so that nothing wraps
 
 
 def say(text: str) -> None:
-    """Log ``text`` to the logger ``zero_core`` if logging is set up, else print it, unless ZERO_LOG asks for less."""
+    """Log ``text`` to the logger ``zero_core`` if logging is set up, else print it, unless ZERO_LOG asks for less
+    output."""
     if logger.hasHandlers():
         logger.info("%s", text)
     elif says_progress():
@@ -31,7 +32,7 @@ def say(text: str) -> None:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return ``rows`` under ``head`` in columns: the first aligned left, as text, the others right, as numbers."""
+    """Return a table with the column titles ``head`` as text: the first column aligned left, the others right."""
     made = Table(box=None, pad_edge=False)
     for number, title in enumerate(head):
         made.add_column(title, justify="right" if number else "left", no_wrap=True)
@@ -43,7 +44,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def scaled(number: float, unit: str) -> str:
-    """Return ``number`` with a decimal prefix: ``scaled(2.5e9, "FLOP")`` is ``2.5 GFLOP``."""
+    """Return ``number`` as text with a decimal prefix: ``scaled(2.5e9, "FLOP")`` is ``2.5 GFLOP``."""
     for factor, prefix in _UNITS:
         if abs(number) >= factor:
             return f"{number / factor:.4g} {prefix}{unit}"
@@ -51,5 +52,5 @@ def scaled(number: float, unit: str) -> str:
 
 
 def mebibytes(nbytes: float) -> str:
-    """Return a number of bytes in MiB with two decimals, without the unit."""
+    """Return ``nbytes`` in MiB as text, with two decimals and without the unit."""
     return f"{nbytes / 2**20:,.2f}"

@@ -28,16 +28,16 @@ from .state import TrainingState
 
 
 class Observer(Protocol):
-    """Receives the losses and steps of one engine, on every rank. Each call may communicate."""
+    """Receives the losses and steps of one engine, on every rank. Its methods may communicate."""
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Take note of the ``loss`` of a micro-batch, before its backward pass."""
+        """Receive the ``loss`` of a micro-batch, before its backward pass."""
 
     def before_step(self) -> None:
-        """Take note that a step begins, at an accumulation boundary: all gradients are averaged."""
+        """Called at an accumulation boundary, before the optimizer step: all gradients are averaged."""
 
     def after_step(self, result: StepResult) -> None:
-        """Take note of the ``result`` of a step, once the weights are published."""
+        """Receive the ``result`` of an optimizer step, once the weights are published."""
 
 
 class Unobserved:
@@ -80,8 +80,8 @@ class Training:
         self._checkpoints = checkpoints
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output; float arguments are cast first as `input_dtype` of the configuration
-        says. Collective at stage 3. Where other ranks may wait for this one, a failure is raised on all."""
+        """Run the module and return its output; floating arguments are cast first as `fp16` or `bf16` ``auto_cast``
+        says. Collective at stage 3. If it fails while other ranks may wait for this one, all ranks raise."""
         state = self._state
         state.check_open("forward")
         micro_batch = state.micro_batches.around_forward(state.counters.global_steps, state.counters.accumulated)
@@ -90,7 +90,7 @@ class Training:
                 return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with cast arguments, under the configured autocast."""
+        """Call the module with its arguments cast, under the configured autocast; return its output."""
         state = self._state
         if (dtype := input_dtype(state.config)) is not None:
             args, kwargs = cast_floating((args, kwargs), dtype)
@@ -98,8 +98,9 @@ class Training:
             return state.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, divide: bool) -> torch.Tensor:
-        """Backpropagate the scalar ``loss``, divided by the accumulation steps if ``divide``; return it (detached, in
-        float32 at least, divided, unscaled). Collective if it reduces. Raises `UsageError` for another ``loss``."""
+        """Backpropagate the scalar ``loss``, divided by the accumulation steps if ``divide``. Return the loss, divided
+        likewise, detached, in float32 at least, without the loss scale. Collective if it reduces. Raises `UsageError`
+        for another ``loss``."""
         state = self._state
         state.check_trainable("backward")
         precise = _float32_at_least("backward", loss)
@@ -119,7 +120,8 @@ class Training:
         return returned
 
     def train_batch(self, batches: Iterable[Any], loss_of: LossOf) -> torch.Tensor:
-        """Take a step over ``batches``, unit by unit where units are released; return the mean loss. Collective."""
+        """Take one optimizer step over the next micro-batches of ``batches``, unit by unit where units are released;
+        return the mean loss. ``loss_of``: returns the loss, from a model's output and its micro-batch. Collective."""
         state, steps = self._state, self._state.sizes.steps
         state.check_trainable("train_batch")
         begun = None if self._accumulation.overridden else state.counters.accumulated
@@ -128,7 +130,8 @@ class Training:
         losses: list[torch.Tensor] = []
 
         def run(batch: Any, backpropagate: Callable[[torch.Tensor], None]) -> None:
-            """Run forward and backward of one micro-batch, and keep its loss."""
+            """Run forward of one micro-batch, add its loss to ``losses``, and call ``backpropagate`` with the scaled
+            loss."""
             loss = loss_of(call_model(self._call, batch), batch)
             precise = _float32_at_least("train_batch", loss) / steps
             losses.append(precise.detach())
@@ -153,15 +156,15 @@ class Training:
         return reduce(torch.add, losses)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the scalar ``loss`` times the loss scale, and allow plain backward passes until the next `step`."""
+        """Return the scalar ``loss`` times the loss scale, and allow plain ``backward()`` until the next `step`."""
         self._state.check_trainable("scale")
         scaled = _float32_at_least("scale", loss) * self._state.loss_scale()
         self._accumulation.scaled = True
         return scaled
 
     def step(self, schedule: Callable[[Scheduler], object]) -> None:
-        """Count the micro-batch; at the boundary take an optimizer step, on all ranks. ``schedule`` is called with the
-        scheduler, if any, after an update of the weights; what it raises is raised once the step is complete."""
+        """Count the micro-batch and, at the boundary, take an optimizer step on all ranks. ``schedule``: called with
+        the scheduler, if any, after an update of the weights; what it raises is raised once the step is complete."""
         state, counters = self._state, self._state.counters
         optimizer = state.check_trainable("step")
         state.partition.runtime.refuse_torn("step")
@@ -198,7 +201,7 @@ class Training:
             raise raised
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip the averaged gradients to the global norm ``max_norm``; return the norm before clipping. Collective."""
+        """Clip the averaged gradients to the global norm ``max_norm``; return their norm before. Collective."""
         optimizer = self._state.check_trainable("clip_grad_norm_")
         self._state.micro_batches.check_between_steps("clip_grad_norm_", self._state.counters.accumulated)
         with self._failures.abort_all_on_failure():
@@ -217,7 +220,7 @@ def _raised_by(schedule: Callable[[Scheduler], object], scheduler: Scheduler) ->
 
 
 def _float32_at_least(call: str, loss: torch.Tensor) -> torch.Tensor:
-    """Return ``loss`` in fp32 at least, as 2**16 times a loss is infinite in fp16. Raises `UsageError`, naming
+    """Return ``loss`` in float32 or wider, as 2**16 times a loss is infinite in float16. Raises `UsageError`, naming
     ``call``, unless it is a scalar tensor that requires gradients."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UsageError(f"engine.{call}: expected a scalar loss that requires gradients, got {_describe(loss)}")
@@ -225,7 +228,7 @@ def _float32_at_least(call: str, loss: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(value: object) -> str:
-    """Return what kind of value a call got instead of a loss, for a message."""
+    """Return text on what ``value`` is, which a call got instead of a loss."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
     return type(value).__name__

@@ -1,4 +1,5 @@
-"""Rules for the micro-batches of a step: ordinary ones, or virtual ranks, whose bits no number of ranks changes."""
+"""Rules for the micro-batches of a step: ordinary ones, or virtual ranks. With V virtual ranks a step has V
+micro-batches over all ranks, and the same bits at any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,39 +26,41 @@ _KEY = "deterministic.across_world_sizes"
 
 class MicroBatches(Protocol):
     """Rules for the micro-batches of a step. ``step``: the number of steps before; ``steps``: this rank's micro-batches
-    in it; ``micro``: the index of one of these, from 0. The methods ``check_…`` refuse by `UsageError`."""
+    in it; ``micro``: the index of one of these, from 0. The methods ``check_…`` raise `UsageError` for what they
+    refuse."""
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
-        """Return a tensor to call backward on, which may be ``loss`` itself, so that the gradients are the mean over
-        the ``steps`` if ``divide``, else their sum. The loss scale is the caller's."""
+        """Return a tensor to call backward on, which may be ``loss`` itself, such that the gradients of all ``steps``
+        become their mean if ``divide``, else their sum. The caller multiplies by the loss scale."""
 
     def around_forward(self, step: int, micro: int) -> AbstractContextManager[None]:
-        """Return a context in which the engine runs a forward pass; it may seed generators and check side effects."""
+        """Return a context for a forward pass of the engine; it may seed generators and check side effects."""
 
     def check_backward(self, step: int, micro: int) -> None:
-        """Refuse a backward pass, which is about to run, that does not belong to exactly one micro-batch."""
+        """Refuse the backward pass that is about to run if it does not belong to exactly one micro-batch."""
 
     def check_step(self, micro: int, *, boundary: bool) -> None:
-        """Refuse, for `Engine.step`, a ``boundary`` before, or none after, the last micro-batch of a step."""
+        """Refuse a ``boundary`` after micro-batch ``micro`` that is not the last of a step, and none after the last."""
 
     def check_between_steps(self, call: str, micro: int) -> None:
-        """Refuse ``engine.call``, which needs complete gradients or none, in the middle of a step."""
+        """Refuse a call of the engine, named ``call``, in the middle of a step: it needs complete gradients or none."""
 
     def refuse_plain_backward(self) -> str | None:
-        """Return why ``loss.backward()``, without the engine, is refused; None if it is allowed."""
+        """Return, as a message, why ``loss.backward()`` without the engine is refused; None if it is allowed."""
 
     def state_dict(self) -> dict[str, int] | None:
-        """Return the settings on which the bits depend, as plain data for a checkpoint; None if they are not fixed."""
+        """Return the settings that the bits depend on, as plain data for a checkpoint; None if bits are not fixed."""
 
     def mismatch(self, saved: Mapping[str, int] | None) -> str | None:
-        """Return why this run cannot continue bitwise from a `state_dict`; None if it can."""
+        """Return, as a message, why this run cannot continue with the bits of one that saved this `state_dict`; else
+        None."""
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
-        """Continue with the random numbers of the run whose `state_dict` this is; None changes nothing."""
+        """Continue with the random numbers of the run that saved this `state_dict`; do nothing for None."""
 
 
 class OrdinaryMicroBatches:
-    """A `MicroBatches` for ordinary gradient accumulation: everything is allowed."""
+    """A `MicroBatches` for ordinary gradient accumulation: refuses and saves nothing."""
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
         """Return the loss, divided by the accumulation steps if ``divide``."""
@@ -128,13 +131,13 @@ class VirtualRanks:
         self._seed = int(answers[0][1])
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
-        """Return the loss if ``divide``, as summed gradients are divided later, else the loss times ``steps``."""
+        """Return the loss if ``divide``, as the summed gradients are divided later; else the loss times ``steps``."""
         return loss if divide else loss * steps
 
     @contextmanager
     def around_forward(self, step: int, micro: int) -> Iterator[None]:
-        """Seed the generators before this virtual rank's first forward pass with gradients. Raises `UsageError` after a
-        pass that wrote a persistent buffer."""
+        """Run a forward pass in the block, after seeding the generators if it is the virtual rank's first with
+        gradients. Raises `UsageError` if the pass writes a persistent buffer."""
         if torch.is_grad_enabled() and self._seeded != (step, micro):
             self._seeded = (step, micro)
             self._seed_generators(step, micro * self._partition.data_world_size + self._partition.data_rank)
@@ -149,7 +152,8 @@ class VirtualRanks:
                 )
 
     def check_backward(self, step: int, micro: int) -> None:
-        """Refuse anything but one backward pass after each forward pass through the engine, in order."""
+        """Raise `UsageError` unless this is the one backward pass that follows this micro-batch's forward pass of the
+        engine."""
         if self._seeded != (step, micro):
             raise UsageError(
                 f"{_KEY}: backward without a forward pass through the engine for this micro-batch. Call engine(batch), "
@@ -164,7 +168,8 @@ class VirtualRanks:
             )
 
     def check_step(self, micro: int, *, boundary: bool) -> None:
-        """Refuse a ``boundary`` elsewhere than at the last virtual rank, or with gradients of some of them only."""
+        """Raise `UsageError` for a ``boundary`` elsewhere than after the last virtual rank, or if some of them have no
+        gradients."""
         if boundary != (micro + 1 == self._steps):
             raise UsageError(
                 f"{_KEY}: expected a step after {self._steps} micro-batches on each of "
@@ -178,14 +183,14 @@ class VirtualRanks:
             )
 
     def check_between_steps(self, call: str, micro: int) -> None:
-        """Refuse ``call`` while gradients of some, but not all, virtual ranks are summed."""
+        """Raise `UsageError`, naming ``call``, while gradients of some, but not all, virtual ranks are summed."""
         if self._summed() not in (0, self._steps):
             raise UsageError(
                 f"{_KEY}: expected {call} between steps, got it after {micro} of the {self._steps} micro-batches of one"
             )
 
     def refuse_plain_backward(self) -> str | None:
-        """Return the refusal: the engine has to know whether the loss is divided."""
+        """Return the message that refuses it: the engine has to know whether the loss is divided."""
         return f"{_KEY}: loss.backward() may be divided by a number of ranks or not; call engine.backward(loss)"
 
     def state_dict(self) -> dict[str, int] | None:
@@ -193,7 +198,8 @@ class VirtualRanks:
         return {"count": self._count, "seed": self._seed, "threads": self._threads}
 
     def mismatch(self, saved: Mapping[str, int] | None) -> str | None:
-        """Return a message if ``saved`` has another number of virtual ranks or threads; None if it has not."""
+        """Return a message if ``saved`` has another number of virtual ranks or threads than this run; None if not, or
+        for None."""
         if saved is None:
             return None
         for name, mine in (("count", self._count), ("threads", self._threads)):
@@ -203,17 +209,18 @@ class VirtualRanks:
         return None
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
-        """Take over the seed of the run that saved, and so its random numbers; None changes nothing."""
+        """Take over the seed in ``saved``, and so the random numbers of the run that saved it; do nothing for None."""
         if saved is not None:
             self._seed = saved["seed"]
 
     def _summed(self) -> int:
-        """Return how many of this rank's micro-batches in this step have summed gradients; the same on every rank."""
+        """Return how many of this rank's micro-batches in this step are summed in the gradients; the same on every
+        rank."""
         found = (g.leaves.added for g in self._partition.runtime.gradients.values() if g.leaves is not None)
         return next(found, 0)
 
     def _seed_generators(self, step: int, virtual_rank: int) -> None:
-        """Seed the generators from the run's seed, the step and the virtual rank."""
+        """Seed the generators of Python, NumPy and torch from the run's seed, ``step`` and ``virtual_rank``."""
         text = f"{self._seed}/{step}/{virtual_rank}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         random.seed(seed)
@@ -225,14 +232,15 @@ class VirtualRanks:
 
 
 def micro_batches(config: Config, partition: Partition, module: nn.Module) -> MicroBatches:
-    """Return the rules that ``config`` asks for: `VirtualRanks`, which is collective, or `OrdinaryMicroBatches`."""
+    """Return the rules for micro-batches: `VirtualRanks` if ``config`` asks for them, which is collective, or ordinary
+    ones."""
     if not config.virtual_ranks:
         return OrdinaryMicroBatches()
     return VirtualRanks(config.virtual_ranks, getattr(config.deterministic, "seed", None), partition, module)
 
 
 def _persistent_buffers(module: nn.Module) -> list[_Buffer]:
-    """Return the buffers that checkpoints hold, and those that share memory with them."""
+    """Return the buffers of ``module`` that checkpoints hold, and others that share memory with them."""
     found = [
         _Buffer(f"{name}.{key}" if name else key, owner, key)
         for name, owner in module.named_modules()

@@ -15,23 +15,24 @@ class Auditor(Protocol):
     micro-batch; at the boundary `before_step` and, once the weights are published, `after_step`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Return a context in which the engine runs a forward pass; it may record calls of modules."""
+        """Return a context for a forward pass of the engine; it may record calls of modules."""
 
     def backward(self, loss: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return a context for the backward pass of ``loss`` (None: of several); may repeat work, and be collective."""
+        """Return a context for the backward pass of ``loss``, or of several losses if that is None. It may repeat work
+        and be collective."""
 
     def before_step(self) -> None:
-        """In an audited step compare the ranks' gradients, weights and states, before any weight is updated; in others
-        do nothing. Raises `AuditError` on every rank if anything differs on any. Collective, at every boundary."""
+        """If the step that is about to begin is audited, compare the ranks' gradients, weights and states. Raises
+        `AuditError` on every rank if anything differs on any. Collective, at every boundary."""
 
     def after_step(self) -> None:
-        """Prepare for the next step: take digests of this rank's published state if that step is audited."""
+        """Prepare for the next step: if it is audited, take digests of this rank's weights and states."""
 
     def restart_step(self) -> None:
-        """Discard what micro-batches of the current step have shown, as the step begins again after a failure."""
+        """Discard what the micro-batches since the last step have shown: a failure makes the step begin again."""
 
     def forget_digests(self) -> None:
-        """Discard the digests of the last step's states, as a checkpoint is about to overwrite them."""
+        """Discard the digests that `after_step` took, as a checkpoint is about to overwrite the states."""
 
 
 class Unaudited:
@@ -52,7 +53,7 @@ class Unaudited:
 
 
 def auditor_for(state: TrainingState, every: int | None) -> Auditor:
-    """Return an auditor that checks every ``every`` steps; for None one that does nothing, without imports."""
+    """Return an auditor that audits every ``every``-th step; for None one that does nothing."""
     if every is None:
         return Unaudited()
     from .periodic import PeriodicAuditor

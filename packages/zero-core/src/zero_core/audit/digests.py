@@ -14,7 +14,8 @@ _CHUNK = 1 << 24  # elements that come from an accelerator at once
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a 64-bit digest of a tensor's bytes, in hexadecimal; skips what its class checks. Waits for its device."""
+    """Return a 64-bit digest of a tensor's bytes, in hexadecimal. Bypasses checks of the tensor's class. Waits for its
+    device."""
     state = xxhash.xxh3_64()
     with torch._C.DisableTorchFunctionSubclass():
         flat = tensor.detach().contiguous().view(-1)
@@ -34,8 +35,9 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def odd_ranks(digests: Sequence[str | None], owner: int | None) -> list[int]:
-    """Return the ranks whose digest is wrong. ``digests``: by rank, None where a rank lacks the data. Right is that of
-    the rank ``owner`` or, if it is None, of more than half of the ranks; all are returned without such a majority."""
+    """Return the ranks whose digest is not the right one. ``digests``: by rank, None where a rank lacks the data. The
+    right one is that of the rank ``owner`` or, if it is None, of more than half of the ranks; without such a majority,
+    all ranks are returned."""
     if owner is not None:
         right: str | None = digests[owner]
     else:

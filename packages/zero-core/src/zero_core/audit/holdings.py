@@ -1,4 +1,4 @@
-"""Digests of all replicated data: weights, buffers, the layout, param groups."""
+"""Digests of all data that every rank must hold alike: gathered weights, buffers, the layout, param groups."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .digests import digest, digest_of_data
 @dataclass(frozen=True)
 class Held:
     """Data that all ranks must hold with equal bits: ``what`` (such as "weight") of ``name``, and its digest.
-    ``shard``: the rank in whose shard it is, for a part of a unit. ``checked``: that rank compares it with its master,
-    so that its copy decides which ranks are wrong."""
+    ``shard``: the rank whose shard the data are in, None for data of no unit. ``checked``: that rank compares them with
+    its master, so that its copy decides which ranks are wrong."""
 
     what: str
     name: str
@@ -33,20 +33,21 @@ class Held:
 
     @property
     def key(self) -> str:
-        """Return a name of the data that is equal on every rank, for messages and comparison."""
+        """Return what identifies the data on every rank, as text for messages and comparison."""
         return f"{self.what} '{self.name}'" + ("" if self.shard is None else f" (shard of rank {self.shard})")
 
 
 class Buffers:
-    """The model's buffers, with their versions when the engine was made. Buffers written since may differ between
-    ranks, as may running statistics, which torch writes without a version change, and what shares their memory."""
+    """The model's buffers, and which were written since the engine was made. Those may differ between ranks, as may
+    running statistics, which torch writes without changing a version counter, and what shares memory with them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._versions = {name: (id(b), b._version) for name, b in module.named_buffers()}
 
     def unwritten(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, buffer) of the buffers that were not written or replaced since, without running statistics."""
+        """Yield (name, buffer) for buffers that were neither written nor replaced since the constructor; running
+        statistics, and what shares memory with other buffers that are left out, are left out."""
         running = {id(b) for m in self._module.modules() if isinstance(m, _NormBase) for b in m.buffers()}
         named = list(self._module.named_buffers())
         for together in ([named[n] for n in numbers] for numbers in overlapping([b for _, b in named])):
@@ -73,13 +74,14 @@ def replicated_data(state: TrainingState, buffers: Buffers) -> Iterator[Held]:
 
 
 def _layout_of(layout: Any) -> list[Any]:
-    """Return a unit's layout as plain data: name, ranks, elements per shard; name, shape, offset of each parameter."""
+    """Return the layout of a unit as plain data: its name, number of ranks and shard length, and each parameter's name,
+    shape and offset."""
     entries = [[entry.name, list(entry.shape), entry.offset] for entry in layout.entries]
     return [layout.name, layout.world_size, layout.shard_numel, entries]
 
 
 def _replicated_weights(state: TrainingState, unit: Unit) -> Iterator[Held]:
-    """Yield a unit's weights by parameter and by the rank whose shard they are in; none if the unit can be released."""
+    """Yield the weights of ``unit`` if they stay gathered: one item for each fragment of each rank's shard."""
     if unit.releasable:
         return
     checked = has_own_master(unit) and state.partition.options.stage > 0  # against its master, by `unpublished`
@@ -92,8 +94,8 @@ def _replicated_weights(state: TrainingState, unit: Unit) -> Iterator[Held]:
 
 
 def kept_on_device(state: TrainingState) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (name, kind, tensor) of this rank's masters and optimizer states on the device, a fragment at a time; the
-    name is the parameter's and the fragment's first element, as in ``weight[128:]``."""
+    """Yield (name, kind, tensor) for this rank's masters and optimizer states on the device, one for each fragment. The
+    name is the parameter's, with the fragment's first element, as in ``weight[128:]``."""
     parts = state.partition
     for unit in parts.units:
         if has_own_master(unit):

@@ -21,7 +21,7 @@ class Edge(NamedTuple):
 
 
 class LossGraph:
-    """The edges of a loss's autograd graph; gradients flow along them from the loss to its leaves."""
+    """The edges of the autograd graph of ``loss``; gradients flow along them from the loss to its leaves."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         self._edges = _edges_from([] if loss.grad_fn is None else [loss.grad_fn], stops=())
@@ -29,10 +29,11 @@ class LossGraph:
     def leaves(
         self, outputs: Iterable[tuple[Node, int]], inputs: Iterable[Node], parameters: Sequence[nn.Parameter]
     ) -> list[Node] | str:
-        """Return the leaf nodes of ``parameters`` if their gradient comes from one call alone, else why it does not.
-        ``outputs``: (node, output number) of the tensors that the call returned; ``inputs``: nodes of its arguments.
-        The gradient comes from one call alone if every edge into the parameters, and into nodes that the call computed
-        from them, begins inside the call, apart from the edges into its outputs, which must all begin outside."""
+        """Return the leaf nodes of ``parameters`` if their gradient comes from one call of a module alone; else a
+        message that says why not. ``outputs``: (node, output number) of the tensors that the call returned; ``inputs``:
+        nodes of its arguments. The gradient comes from the call alone if every edge into the parameters, and into nodes
+        that the call computed from them, begins inside the call, apart from the edges into its outputs, which must all
+        begin outside."""
         results = set(outputs)
         inner = _edges_from([node for node, _ in results], stops=inputs)
         held = {id(p) for p in parameters}
@@ -51,7 +52,7 @@ class LossGraph:
 
 
 def _edges_from(roots: Iterable[Node], stops: Iterable[Node]) -> list[Edge]:
-    """Return every edge that can be reached from ``roots`` without passing through ``stops``; edges may end there."""
+    """Return all edges on paths from ``roots`` that pass through no node in ``stops``; they may end at one."""
     found, seen = [], {*stops}
     waiting = [node for node in dict.fromkeys(roots) if node not in seen]
     seen.update(waiting)
@@ -67,7 +68,8 @@ def _edges_from(roots: Iterable[Node], stops: Iterable[Node]) -> list[Edge]:
 
 
 def _leading_to(leaves: Iterable[Node], edges: Iterable[Edge]) -> set[Node]:
-    """Return the nodes, without ``leaves`` themselves, from which one of ``leaves`` can be reached along ``edges``."""
+    """Return the nodes from which one of ``leaves`` can be reached along ``edges``; ``leaves`` themselves are left
+    out."""
     sources: dict[Node, list[Node]] = {}
     for edge in edges:
         sources.setdefault(edge.target, []).append(edge.source)
@@ -82,5 +84,6 @@ def _leading_to(leaves: Iterable[Node], edges: Iterable[Edge]) -> set[Node]:
 
 
 def _is_leaf_of(node: Node, held: set[int]) -> bool:
-    """Return whether ``node`` accumulates the gradient of a parameter whose `id` is in ``held``."""
+    """Return whether ``node`` accumulates the gradient of a parameter; ``held``: the `id`s of the parameters that
+    count."""
     return not node.next_functions and node.name() == _LEAF and id(node.variable) in held  # type: ignore[attr-defined]

@@ -33,7 +33,8 @@ class AuditedUnit:
     module: nn.Module
 
     def obstacle(self) -> str | None:
-        """Return why no call of the module can be repeated now: frozen weights, hooks and so on; None if one can."""
+        """Return, as a message, why no call of the module can be repeated now (frozen weights, hooks and so on); None
+        if one can."""
         if not all(p.requires_grad for p in self.unit.parameters):
             return "some of its weights are frozen now"
         if any(_has_hooks(p) for p in self.unit.parameters):
@@ -51,7 +52,7 @@ class AuditedUnit:
 
 
 def _has_saved_tensor_hooks() -> bool:
-    """Return whether saved-tensor hooks of the user's, which may change values, are active."""
+    """Return whether saved-tensor hooks of the user, which may change values, are active now."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return False
@@ -59,13 +60,13 @@ def _has_saved_tensor_hooks() -> bool:
 
 
 def _has_other_weights(module: nn.Module, unit: Unit) -> bool:
-    """Return whether ``module`` computes with other tensors than the unit's parameters (torch.func)."""
+    """Return whether ``module`` has other tensors in the place of the unit's parameters, as torch.func puts there."""
     held = {id(value) for inside in module.modules() for value in inside._parameters.values()}
     return not all(id(parameter) in held for parameter in unit.parameters)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether the user has put hooks on the gradient of ``parameter``."""
+    """Return whether hooks of the user see or change the gradient of ``parameter``."""
     with torch._C.DisableTorchFunctionSubclass():
         later = parameter._post_accumulate_grad_hooks or {}
         return bool(parameter._backward_hooks) or any(not _is_ours(hook) for hook in later.values())
@@ -80,20 +81,20 @@ def _hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def _global_hooks() -> Iterator[Any]:
-    """Yield torch's four dicts of forward and backward hooks for all modules."""
+    """Yield torch's four dicts of forward and backward hooks that are registered for all modules."""
     kinds = nn.modules.module
     yield from (kinds._global_forward_pre_hooks, kinds._global_forward_hooks)
     yield from (kinds._global_backward_pre_hooks, kinds._global_backward_hooks)
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
-    """Return whether a module of zero-core or zero-partition defines ``hook``."""
+    """Return whether ``hook`` is defined in zero-core or zero-partition."""
     return str(getattr(hook, "__module__", "")).startswith(_OURS)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The global settings of torch that change a module's arithmetic. ``autocast``: (device type, enabled, dtype);
+    """The global settings of torch that change what a module computes. ``autocast``: (device type, enabled, dtype);
     ``cached_casts``: autocast keeps cast weights; ``others``: default dtype, threads, backends, active modes."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -102,7 +103,7 @@ class Surroundings:
 
     @classmethod
     def now(cls, device: torch.device) -> Surroundings:
-        """Return the present settings, for a model on ``device``."""
+        """Return the settings in force now, for a model on ``device``."""
         kinds = dict.fromkeys((device.type, "cpu"))
         attention = torch.backends.cuda
         return cls(
@@ -127,7 +128,7 @@ class Surroundings:
 
     @contextmanager
     def casts(self) -> Iterator[None]:
-        """Enable these settings of autocast inside the block."""
+        """Put these settings of autocast, and no others, in force inside the block."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 cached = self.cached_casts
@@ -136,8 +137,8 @@ class Surroundings:
 
 
 class Attributes:
-    """The attributes and buffers of a module and its submodules. Two of one module are equal if nothing was replaced or
-    written in between, as far as version counters and the items of containers (up to 64) show."""
+    """The attributes and buffers of a module and its submodules at one time. Those of two times are equal if nothing
+    was replaced or written in between, as far as version counters and the items of containers (up to 64) show."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = {
@@ -147,7 +148,7 @@ class Attributes:
         }
 
     def __eq__(self, other: object) -> bool:
-        """Return whether ``other`` is of the same module, of which nothing was replaced or written in between."""
+        """Return whether ``other`` is of the same module, and nothing in it was replaced or written in between."""
         if not isinstance(other, Attributes) or self._kept.keys() != other._kept.keys():
             return False
         pairs = zip(self._kept.values(), other._kept.values(), strict=True)
@@ -162,7 +163,8 @@ class Attributes:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the attributes that are not every module's, and of the buffers as ``_buffers.name``."""
+    """Yield (name, value) for the attributes of ``module`` that not all modules have, and for its buffers, as
+    ``_buffers.name``."""
     for name, value in vars(module).items():
         if name not in _OF_MODULES:
             yield name, value
@@ -171,8 +173,8 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _state_of(value: Any) -> Any:
-    """Return data that changes when ``value`` is written in place: a tensor's version counter, or a container's length
-    and, up to 64 of them, items; None for anything else."""
+    """Return data that are another if ``value`` is written in place: of a tensor its version counter, of a container
+    its length and, if these are up to 64, its items; None for anything else."""
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
     if isinstance(value, (list, tuple, deque, set, dict)):
@@ -182,7 +184,8 @@ def _state_of(value: Any) -> Any:
 
 
 def _is_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> bool:
-    """Return whether two pairs of an attribute's value and its `_state_of` show no change between them."""
+    """Return whether an attribute was neither replaced nor written between two times; each argument is its value then
+    and the `_state_of` of that."""
     (value, state), (other, later) = ours, theirs
     if isinstance(value, _PLAIN):
         return type(value) is type(other) and bool(value == other)
@@ -205,12 +208,13 @@ def _is_generator(value: Any) -> bool:
 
 @dataclass
 class ModuleCall:
-    """One call of a module: its arguments, its settings, and the nodes where its graph begins and ends.
+    """One call of a module: its arguments, its settings, and the autograd nodes where its graph begins and ends.
 
     Attributes:
         arguments: the positional and the keyword arguments, as a pair.
         versions: the tensors among the arguments, with their version counters at the call.
         random: the state of the random generators at the call.
+        surroundings, attributes: torch's settings and the module's attributes at the call.
         inputs: nodes that computed its arguments.
         outputs: the index of each returned tensor among the leaves of the output, by (node, output number)."""
 
@@ -223,7 +227,8 @@ class ModuleCall:
     outputs: dict[tuple[Node, int], int] = field(default_factory=dict)
 
     def changed(self, module: nn.Module) -> str | None:
-        """Return why a repetition would differ (arguments, attributes or buffers were written since); else None."""
+        """Return, as a message, why a repetition would differ: arguments, attributes or buffers were written; None if
+        none was."""
         if any(tensor._version != version for tensor, version in self.versions):
             return "what its module got was written in place"
         if self.attributes != Attributes(module):
@@ -231,8 +236,9 @@ class ModuleCall:
         return None
 
     def repeat(self, module: nn.Module, device: torch.device) -> dict[int, torch.Tensor] | str:
-        """Call the module again with gradients enabled; return the leaves of its output by index, or why torch's
-        settings forbid it. Sets the random generators, which the caller restores. What the module raises propagates."""
+        """Call the module again with gradients enabled. Return the leaves of its output, by index, or a message if
+        torch's settings are now others. Sets the random generators, which the caller restores. What the module raises
+        propagates."""
         with torch.enable_grad(), self.surroundings.casts():
             if Surroundings.now(device) != self.surroundings:
                 return "its module ran under other settings of torch than backward"
@@ -242,7 +248,8 @@ class ModuleCall:
 
 
 def _detached(leaf: Any) -> Any:
-    """Return a tensor as a new leaf of autograd over the same memory, with its strides; anything else as it is."""
+    """Return a tensor as a new leaf of autograd over the same memory, which requires gradients if it does; anything
+    else as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)
@@ -251,7 +258,7 @@ def _detached(leaf: Any) -> Any:
 class ModuleRecorder:
     """Records the calls of one module in a micro-batch. If there is only one, it can be repeated.
 
-    ``wanted``: returns whether to keep the call of the recorder it gets, as a call holds its arguments in memory.
+    ``wanted``: returns whether to keep the call of the recorder that it gets, as a call holds its arguments in memory.
 
     Attributes:
         call: the only call; None if there is none that can be repeated, or it is not wanted.
@@ -282,7 +289,8 @@ class ModuleRecorder:
 
     @property
     def is_untried(self) -> bool:
-        """Return whether the module was called once and nothing is known to forbid repeating that call, kept or not."""
+        """Return whether the module was called exactly once and nothing is known to forbid repeating that call, kept or
+        not."""
         return self.obstacle is None and self._calls == 1
 
     def why_not(self) -> str:
@@ -296,8 +304,9 @@ class ModuleRecorder:
         self.call, self.obstacle = None, obstacle
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Keep the first call if it is wanted, or refuse it, or a second one, with the reason; the forward pre-hook.
-        Calls while gradients are disabled or torch.compile traces do not count."""
+        """Keep a call of the module if it is the first, can be repeated and is wanted. If it cannot, or is not the
+        first, refuse with the reason. Does nothing while gradients are disabled or torch.compile traces. The forward
+        pre-hook."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self._calls += 1
@@ -329,7 +338,7 @@ class ModuleRecorder:
             )
 
     def _after(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
-        """Add the output's autograd nodes to the kept call, or refuse it with the reason; the forward hook."""
+        """Add the autograd nodes of ``output`` to the kept call, or refuse it with the reason. The forward hook."""
         if torch.compiler.is_compiling() or self.call is None or self._calls != 1 or not torch.is_grad_enabled():
             return
         for place, leaf in enumerate(tree_leaves(output)):
@@ -349,7 +358,7 @@ class CallRecorder:
     are kept, as their arguments stay in memory until backward is over.
 
     Attributes:
-        modules: by unit index, in ``order``."""
+        modules: the recorder of each module, by unit index, in ``order``."""
 
     def __init__(
         self, candidates: Mapping[int, AuditedUnit], order: Sequence[int], device: torch.device, max_kept: int = 4
@@ -360,14 +369,15 @@ class CallRecorder:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Record the calls of a forward pass inside the block."""
+        """Record the calls of all audited modules inside the block, a forward pass."""
         with ExitStack() as stack:
             for recorder in self.modules.values():
                 stack.enter_context(recorder.forward())
             yield
 
     def _should_keep(self, asking: ModuleRecorder) -> bool:
-        """Return whether to keep a call of ``asking``; without room, drop the least wanted call for one more wanted."""
+        """Return whether the call of ``asking`` is to be kept. If as many calls as allowed are kept, the least wanted
+        of them is dropped for one that is more wanted."""
         kept = [recorder for recorder in self.modules.values() if recorder.call is not None]
         if len(kept) < self._max_kept:
             return True
@@ -378,7 +388,8 @@ class CallRecorder:
 
 
 def _is_ordinary(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a plain strided tensor with memory, not wrapped by a transform of torch.func."""
+    """Return whether ``leaf`` is a plain strided tensor with memory, and not one that a transform of torch.func
+    wraps."""
     if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided or leaf.is_inference():
         return False
     try:

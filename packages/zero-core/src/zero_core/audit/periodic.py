@@ -47,12 +47,13 @@ class PeriodicAuditor:
 
     @property
     def repeated(self) -> str | None:
-        """Return the name of the unit whose gradient was computed again in the current step; None if there is none."""
+        """Return the name of the unit whose gradient the current step has computed again; None if there is none."""
         return None if self._chosen is None or self._chosen.obstacle is not None else self._chosen.unit.name
 
     def forward(self) -> AbstractContextManager[None]:
-        """Record calls of modules inside the block, for `backward` to repeat one. Only before the first backward pass
-        of an audited step, and never when the engine is compiled, gradients are disabled or no unit can be audited."""
+        """Return a context that records calls of modules, one of which `backward` repeats. It does so before the first
+        backward pass of an audited step; never if modules are compiled, gradients are disabled or no unit can be
+        audited."""
         records = self._is_due() and not self._seen and self._candidates and not self._state.compiled
         if not records or not torch.is_grad_enabled():
             return nullcontext()
@@ -62,8 +63,9 @@ class PeriodicAuditor:
 
     @contextmanager
     def backward(self, loss: torch.Tensor | None) -> Iterator[None]:
-        """In an audited step repeat the reductions of one unit after the block and, the first time, the gradient of one
-        unit, of ``loss``; `before_step` reports what differs. Collective in an audited step, else nothing is done."""
+        """If the step is audited, repeat the reductions of one unit after the block. After the first backward pass of
+        the step also compute the gradient of one unit again, unless ``loss`` is None. `before_step` reports
+        differences. Collective in an audited step."""
         if not self._is_due():
             yield
             return
@@ -76,8 +78,8 @@ class PeriodicAuditor:
             self._gradients = chosen.differences()
 
     def before_step(self) -> None:
-        """In an audited step make and exchange all comparisons; raise `AuditError` on every rank if one of any rank
-        fails. Collective in an audited step; in others it does nothing."""
+        """If the step is audited, make all comparisons and exchange their results. Raises `AuditError` on every rank if
+        one of any rank fails. Collective in an audited step."""
         if not self._is_due():
             return
         state, parts = self._state, self._state.partition
@@ -111,7 +113,7 @@ class PeriodicAuditor:
             )
 
     def after_step(self) -> None:
-        """Discard what this step has shown; take the digests of this rank's states if the next step is audited."""
+        """Discard what this step has shown. If the next step is audited, take the digests of this rank's states."""
         self.restart_step()
         self._state_digests = StateDigests(self._state) if self._is_due() else None
 
@@ -124,8 +126,9 @@ class PeriodicAuditor:
         self._state_digests = None
 
     def _replicated_differences(self, held: dict[str, Held], unpublished: list[list[str]]) -> list[str]:
-        """Return messages that say which ranks differ in which data. ``held``: this rank's data by key;
-        ``unpublished``: by rank, the parameters whose weights differ from their masters. Collective."""
+        """Compare all ranks' replicated data; return a message for each item that differs, naming the ranks whose copy
+        is wrong. ``held``: this rank's data by key; ``unpublished``: by rank, the parameters whose weights differ from
+        their masters. Collective."""
         digests = {key: one.digest for key, one in held.items()}
         tables = self._state.partition.runtime.agree("audit", "all digests", digests)
         found = []
@@ -143,15 +146,16 @@ class PeriodicAuditor:
         return found
 
     def _order(self) -> list[int]:
-        """Return the units whose gradient may be computed again, first choice first: in turns, refused ones last."""
+        """Return the index of each unit whose gradient may be computed again, first choice first: a different one at
+        each audit, those refused before last."""
         turns = [unit for unit in self._candidates if unit not in self._passed_over] or list(self._candidates)
         first = self._state.counters.global_steps // self._every % len(turns)
         return list(dict.fromkeys([*turns[first:], *turns[:first], *self._candidates]))
 
     def _choose(self, loss: torch.Tensor) -> Recomputation | None:
-        """Return the recomputation of the first unit in `_order` whose recorded call every rank can repeat, for the
-        backward pass of ``loss``; None without one. Also remembers the refused units. Collective if there are
-        candidates, as on all ranks or none."""
+        """Return the recomputation of the first unit in `_order` whose recorded call every rank can repeat after
+        backward of ``loss``; None if there is none. Adds units that were refused to those passed over. Collective if
+        any unit can be audited."""
         if not self._candidates:
             return None
         calls, found = self._calls, {} if self._calls is None else repeatable(self._calls, loss, self._state)
@@ -162,8 +166,8 @@ class PeriodicAuditor:
         return None if chosen is None else found[chosen]
 
     def _warn_if_none_repeated(self) -> None:
-        """Count the audits in a row that repeated no gradient. Once no untried unit is left, or there were more such
-        audits than candidates, warn, once, on rank 0, with the reasons."""
+        """Count the audits in a row that repeated no gradient. Once no untried unit is left, or they are more than the
+        units that can be audited, log a warning with the reasons, on rank 0 and only once."""
         self._fruitless = 0 if self.repeated is not None else self._fruitless + 1
         if self._warned or not self._fruitless:
             return
@@ -192,7 +196,7 @@ class PeriodicAuditor:
         return (self._state.counters.global_steps + 1) % self._every == 0
 
     def _repeated(self) -> RepeatedReductions:
-        """Return the object that repeats the reductions of this step's unit, made at the first call in a step."""
+        """Return the object that repeats the reductions of this step's unit; the first call in a step makes it."""
         if self._reductions is None:
             parts = self._state.partition
             units = list(parts.runtime.gradients)

@@ -23,7 +23,8 @@ from .module_calls import AuditedUnit, CallRecorder, ModuleCall
 class RepeatedReductions:
     """Repeats one unit's reductions after each backward pass of a step and compares the averages. Between a rank's own
     gradient and the shard that the optimizer reads are the network and a sum. Both are repeated from a copy of the
-    gradient taken before the first reduction. Attribute ``differences``: the parameters whose averages differed."""
+    gradient taken before the first reduction. Attribute ``differences``: names of the parameters whose averages
+    differed."""
 
     def __init__(self, gradients: UnitGradients, partition: Partition) -> None:
         self.differences: list[str] = []
@@ -34,14 +35,14 @@ class RepeatedReductions:
 
     @contextmanager
     def backward(self, step: int) -> Iterator[None]:
-        """Copy the unit's gradients during the block, a backward pass of ``step``; afterwards, unless the block raised,
-        reduce the copies and compare. Collective if the pass reduced the unit."""
+        """Copy the unit's gradients before they are reduced in the block, a backward pass of ``step``. Afterwards,
+        unless the block raised, reduce the copies too and compare. Collective if the pass reduced the unit."""
         gradients = self._gradients
         average = self._present_average() if self._tree is None and gradients.is_reduced else None
         sent: list[torch.Tensor] = []
 
         def keep(flat: torch.Tensor, _present: Sequence[bool]) -> None:
-            """Keep a copy of the gradient buffer ``flat``; the gradients' watch, called before each reduction."""
+            """Keep a copy of the unit's gradient buffer ``flat``; called before each reduction."""
             sent.append(flat.clone())
 
         gradients.watches.append(keep)
@@ -60,12 +61,13 @@ class RepeatedReductions:
             self._compare(average)
 
     def _present_average(self) -> torch.Tensor:
-        """Return a copy of the unit's averaged gradient: this rank's shard, or at stage 0 the full one."""
+        """Return a copy of the unit's averaged gradient: of this rank's shard, at stage 0 of the full unit."""
         with self._gradients.averaged() as averaged:
             return averaged.clone()
 
     def _compare(self, again: torch.Tensor) -> None:
-        """Add to `differences` the parameters whose averaged gradient differs from ``again``, of the same form."""
+        """Add to `differences` the parameters whose averaged gradient differs from ``again``, an average over the same
+        elements."""
         layout = self._gradients.unit.layout
         with self._gradients.averaged() as averaged:
             if averaged.numel() == layout.numel:
@@ -84,7 +86,8 @@ _REPEATS = 3
 
 
 def auditable_units(state: TrainingState) -> list[AuditedUnit]:
-    """Return the trained units that have exactly a submodule's trained parameters, each with the innermost such."""
+    """Return the trained units whose parameters are exactly the trained ones in a submodule, each with the innermost of
+    these."""
     users: dict[int, set[str]] = {}
     for name, module in state.module.named_modules():
         for parameter in module._parameters.values():
@@ -102,14 +105,15 @@ def auditable_units(state: TrainingState) -> list[AuditedUnit]:
 
 
 def _common_ancestor(names: Sequence[str]) -> str:
-    """Return the name of the innermost module that contains all ``names`` (at least one); "" for the model."""
+    """Return the name of the innermost module that contains the modules ``names`` (one or more); "" for the model
+    itself."""
     split = zip(*(name.split(".") for name in names), strict=False)
     return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, split))
 
 
 def repeatable(recorder: CallRecorder, loss: torch.Tensor, state: TrainingState) -> dict[int, Recomputation]:
-    """Return the recomputations of recorded calls that the backward pass of ``loss`` will allow, by unit index. Refuse
-    modules (`ModuleRecorder.refuse`) whose gradient does not come from the recorded call alone."""
+    """Return, by unit index, the recomputations of recorded calls that are possible after the backward pass of
+    ``loss``. Refuses modules (`ModuleRecorder.refuse`) whose gradient does not come from the recorded call alone."""
     graph, found = LossGraph(loss), {}
     for unit, module in recorder.modules.items():
         if module.call is not None:
@@ -146,7 +150,8 @@ class Recomputation:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Keep the outputs' gradients during the block, and the unit's before its reduction, else after the block."""
+        """Keep, in the block, the gradients of the call's outputs, and the unit's gradient before it is reduced or, if
+        it is not, at the end of the block."""
         hooks = [*self._hook_outputs(), *self._hook_leaves()]
         self._gradients.watches.append(self._keep_gradient)
         try:
@@ -159,8 +164,8 @@ class Recomputation:
                 self._gradients.show(self._keep_gradient)
 
     def differences(self) -> list[str]:
-        """Compute the gradient again, with the module gathered; return the names of the parameters where it differs.
-        The list is empty if there is an `obstacle` on any rank; one may be found, and is set, here. Collective."""
+        """Compute the gradient again, with the module gathered; return the names of the parameters whose gradients
+        differ. If any rank cannot, return an empty list and set `obstacle`. Collective."""
         if self.obstacle is None and self._taken is None:
             self.obstacle = "no gradient arrived"
         if any(gradient._version != version for gradient, version in self._came_back.values()):
@@ -181,7 +186,8 @@ class Recomputation:
         return found
 
     def _differing(self, again: Sequence[torch.Tensor | None]) -> list[str]:
-        """Return the parameters whose kept gradient differs from ``again``, which is in the layout's order."""
+        """Return the names of the parameters whose kept gradient differs from ``again``: their gradients, None where
+        unused."""
         found, taken = [], self._taken
         for entry, gradient, present in zip(self.unit.layout.entries, again, self._present, strict=True):
             if taken is not None and gradient is not None and present:
@@ -190,8 +196,8 @@ class Recomputation:
         return found
 
     def _compute(self) -> list[torch.Tensor | None] | None:
-        """Return the gradient of each parameter (None where unused) from a repeated call, and restore the random
-        generators; return None, with `obstacle` set, if that fails."""
+        """Return the gradient of each parameter (None where unused) from a repeated call; None, with `obstacle` set, if
+        that fails. The random generators are restored."""
         runtime, now = self._state.partition.runtime, RngState().state_dict()
         runtime.pause()
         try:
@@ -211,7 +217,7 @@ class Recomputation:
             runtime.resume()
 
     def _hook_outputs(self) -> Iterator[RemovableHandle]:
-        """Register hooks that keep the gradients of the call's outputs; yield their handles."""
+        """Register hooks that keep the gradients of the call's outputs in a backward pass; yield their handles."""
         places: dict[Node, list[tuple[int, int]]] = {}
         for (node, number), place in self._call.outputs.items():
             places.setdefault(node, []).append((number, place))
@@ -219,13 +225,14 @@ class Recomputation:
             yield node.register_prehook(partial(self._keep_output, its))
 
     def _hook_leaves(self) -> Iterator[RemovableHandle]:
-        """Register hooks that check that a parameter's gradient is the step's first; yield their handles."""
+        """Register hooks that set `obstacle` where a parameter had a gradient before; yield their handles."""
         held = {id(p): number for number, p in enumerate(self.unit.parameters)}
         for leaf in self._leaves:
             yield leaf.register_prehook(partial(self._check_first, held[id(leaf.variable)]))  # type: ignore[attr-defined]
 
     def _keep_output(self, places: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep the gradients of a node's outputs; ``places``: each output's number there and index in the call's."""
+        """Keep the gradients of one node's outputs, or set `obstacle` for the second ones. ``places``: for each output
+        its number at the node and its index among the call's."""
         for number, place in places:
             gradient = gradients[number]
             if place in self._came_back:
@@ -234,18 +241,20 @@ class Recomputation:
                 self._came_back[place] = gradient, gradient._version
 
     def _check_first(self, number: int, _gradients: Sequence[torch.Tensor | None]) -> None:
-        """Set `obstacle` if the unit's parameter ``number`` has got a gradient before."""
+        """Set `obstacle` if the unit's parameter of index ``number`` has got a gradient before; a hook on its leaf
+        node."""
         if self._taken is not None or self._gradients.present[number]:
             self.obstacle = "its weights got gradients before, or from a backward pass inside this one"
 
     def _keep_gradient(self, flat: torch.Tensor, present: Sequence[bool]) -> None:
-        """Keep a copy of the unit's flat gradient buffer, and which parameters have one; the first call counts."""
+        """Keep a copy of ``flat``, the unit's gradient buffer, and ``present``, which parameters have a gradient; only
+        once."""
         if self._taken is None:
             self._taken, self._present = flat.clone(), present
 
 
 def _are_same(ours: Sequence[torch.Tensor | None] | None, theirs: Sequence[torch.Tensor | None] | None) -> bool:
-    """Return whether two lists of gradients have the same bytes; false if one list is None."""
+    """Return whether two lists of gradients have the same bytes, None matching None; false if a list is None."""
     if ours is None or theirs is None:
         return False
     return all(a is b if a is None or b is None else same_bits(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -27,13 +27,14 @@ class TensorDigest:
 
     @property
     def changed(self) -> bool:
-        """Return whether its bytes changed although no operation of torch wrote them."""
+        """Return whether the tensor's bytes changed although no operation of torch wrote it."""
         return self.tensor._version == self.version and digest(self.tensor) != self.digest
 
 
 @dataclass(frozen=True)
 class TierDigests:
-    """The digests of this rank's states on a tier by (parameter, kind), and the tier's count of writes at that time."""
+    """The digests of this rank's states on a tier, by (parameter, kind), and how often the tier had been written until
+    then."""
 
     digests: dict[tuple[str, str], str]
     writes: int
@@ -49,8 +50,8 @@ class StateDigests:
         self._on_device = list(_on_device(state))
 
     def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
-        """Yield a message for each tensor whose bytes changed since the constructor, although torch counted no write to
-        it, or its tier none at all. ``now``: what `tier_digests` returns now, by (parameter, kind)."""
+        """Yield a message for each tensor whose bytes have changed since the constructor although no write was counted,
+        of the tensor or of its tier. ``now``: the present `tier_digests`, by (parameter, kind)."""
         for one in self._on_device:
             if one.changed:
                 yield f"{one.kind} '{one.name}' changed since the last step"
@@ -63,8 +64,9 @@ class StateDigests:
 
 
 def tier_digests(state: TrainingState, unpublished: list[str] | None = None) -> dict[tuple[str, str], str]:
-    """Return digests of this rank's states on a tier by (parameter, kind), in one pass over it; empty without a tier.
-    ``unpublished``: a list to which are added the parameters whose weights differ from their rounded masters there."""
+    """Return digests of this rank's states on a tier, by (parameter, kind), reading them once; empty without a tier. To
+    the list ``unpublished``, if any, are added the parameters whose weights differ from their rounded masters on the
+    tier."""
     states, found = state.partition.states, {}
     if states is None:
         return {}
@@ -79,8 +81,8 @@ def tier_digests(state: TrainingState, unpublished: list[str] | None = None) -> 
 
 
 def unpublished(state: TrainingState) -> Iterator[str]:
-    """Yield the trained parameters whose weights in this rank's shard differ from their rounded masters, if those are
-    on the device, or from the gathered weights, if those are never released."""
+    """Yield the names of trained parameters whose weights in this rank's shard differ from their rounded masters, if
+    those are on the device, or from the gathered weights, if those are never released."""
     parts = state.partition
     for unit in parts.units:
         if not unit.plan.trainable:
@@ -102,7 +104,8 @@ def unpublished(state: TrainingState) -> Iterator[str]:
 
 
 class _Weights:
-    """This rank's weights by parameter; it holds the shard of one unit at a time, until `release`."""
+    """This rank's weights by parameter. It holds the shard of one unit at a time, until `release` or a parameter of
+    another."""
 
     def __init__(self, state: TrainingState) -> None:
         self._residency, rank = state.partition.residency, state.partition.rank
@@ -115,7 +118,8 @@ class _Weights:
         self._acquired: tuple[Unit, torch.Tensor] | None = None
 
     def equal_rounded(self, name: str, master: torch.Tensor) -> bool:
-        """Return whether this rank's weights of parameter ``name`` have the bits of ``master`` in their dtype."""
+        """Return whether this rank's weights of the parameter ``name`` are bitwise ``master``, rounded to their
+        dtype."""
         unit, fragment = self._places[name]
         if self._acquired is None or self._acquired[0] is not unit:
             self.release()
@@ -124,14 +128,15 @@ class _Weights:
         return same_bits(master.to(weights.device, weights.dtype), weights)
 
     def release(self) -> None:
-        """Release the shard that was acquired last."""
+        """Release the shard that is held, if any."""
         if self._acquired is not None:
             self._residency.release(self._acquired[0].name, dirty=False)
             self._acquired = None
 
 
 def _on_device(state: TrainingState) -> Iterator[TensorDigest]:
-    """Yield this rank's masters and optimizer states on the device, and the shards there of units that are released."""
+    """Yield digests of this rank's masters and optimizer states on the device, and of its shards there if weights are
+    released."""
     for name, kind, tensor in kept_on_device(state):
         yield TensorDigest(name, kind, tensor, digest(tensor), tensor._version)
     parts = state.partition
@@ -144,5 +149,5 @@ def _on_device(state: TrainingState) -> Iterator[TensorDigest]:
 
 
 def _masters(unit: Unit, rank: int) -> dict[str, torch.Tensor]:
-    """Return the fragments of a unit's master that ``rank`` owns, by parameter."""
+    """Return the fragments of the unit's master that ``rank`` owns, by parameter name."""
     return {fragment.entry.name: piece for fragment, piece in master_fragments(unit, range(rank, rank + 1))}
