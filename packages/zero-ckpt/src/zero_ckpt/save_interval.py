@@ -22,12 +22,13 @@ class ChosenInterval:
 def choose_interval(
     step: float, held: float, written: float, *, overhead: float, between_failures: float | None = None
 ) -> ChosenInterval:
-    """Return the number of steps between two saves, at least 1; all times are in seconds. ``step``: an ordinary step.
-    ``held``: the time for which a save blocks training. ``written``: from the beginning of a save until it is complete
-    on disk. The interval is the shortest in which saves block training for at most the fraction ``overhead``, and a
-    save is written before the next begins (CheckFreq, Mohan et al., FAST 2021, section 4.2). With ``between_failures``,
-    the mean time between failures, it is at least sqrt(2 * held * between_failures), which minimises the time for
-    saving and repeating lost steps (Young, 1974; Daly, 2006)."""
+    """Return the number of steps between two saves, at least 1, and the reason for it. All times are in seconds.
+
+    ``step``: an ordinary step. ``held``: the time for which a save blocks training. ``written``: from the beginning of
+    a save until it is complete on disk. The interval is the shortest in which saves block training for at most the
+    fraction ``overhead``, and a save is written before the next begins (CheckFreq, Mohan et al., FAST 2021, section
+    4.2). With ``between_failures``, the mean time between failures, it is at least sqrt(2 * held * between_failures),
+    which minimises the time for saving and repeating lost steps (Young, 1974; Daly, 2006)."""
     bounds = [
         (held / overhead, f"saving takes at most {overhead:.3g} of the time (checkpoint.overhead)"),
         (written, "a save is written before the next begins"),
@@ -49,8 +50,10 @@ class _PendingSave:
 
 
 class IntervalChooser:
-    """Measures steps and saves, and decides when to save next. Times are seconds of `time.perf_counter`. ``overhead``
-    and ``between_failures``: as for `choose_interval`. Attribute ``chosen``: None before the first save is complete.
+    """Measures steps and saves, and decides when to save next. ``now``: a time of `time.perf_counter`, in seconds.
+    ``overhead`` and ``between_failures``: as for `choose_interval`. Attribute ``chosen``: None before the first save is
+    complete.
+
     Call order: `is_due` before a step, `step_ended` after it; if it was due, `save_began` and `save_returned` around
     the save, then `save_completed` once all of it is on disk, or `save_failed`."""
 
@@ -80,17 +83,18 @@ class IntervalChooser:
         return self._save is not None
 
     def is_due(self) -> bool:
-        """Return whether a save should follow the step that is about to be taken: not while one is being written, the
-        first after 5 steps, the others at the chosen interval."""
+        """Return whether to save after the step that is about to be taken: after the first 5 steps, then at the chosen
+        interval, but not while a save is being written."""
         if self._save is not None:
             return False
         after = self._steps_since_save + 1
         return after >= self.chosen.steps if self.chosen is not None else after >= _MIN_STEPS
 
     def step_ended(self, now: float, waited: float = 0.0) -> None:
-        """Record a step that ended at ``now``; ``waited``: the seconds for which it waited for a save's copies. While a
-        save is written, the time by which a step exceeds the median counts as the save's, up to the length of one step,
-        so that evaluation and other pauses of the user's script hardly count."""
+        """Record a step that ended at ``now``; ``waited``: the seconds for which it waited for a save's copies.
+
+        While a save is written, what a step takes beyond the median counts as the save's time, up to the length of one
+        step, so that evaluation and other pauses of the user's script hardly count."""
         self._steps_since_save += 1
         if self._last_step_end is not None:
             taken = now - self._last_step_end
@@ -102,7 +106,7 @@ class IntervalChooser:
         self._last_step_end = now
 
     def save_began(self, now: float) -> None:
-        """Record that a save began at ``now``; count the steps to the next save from here."""
+        """Record that a save began at ``now``; steps to the next save are counted from here."""
         self._save = _PendingSave(now, 0.0)
         self._steps_since_save = 0
 
@@ -113,8 +117,8 @@ class IntervalChooser:
         self._last_step_end = now
 
     def save_completed(self, now: float) -> ChosenInterval | None:
-        """Record that the save is complete, at ``now`` or before, and choose the interval again; return the choice if
-        it is the first or differs from the last by more than a fifth, else None and keep the last."""
+        """Record that the save is complete, at ``now`` or before, and choose the interval again. Return the choice if
+        it is the first or differs from the last by more than a fifth; otherwise keep the last and return None."""
         save, self._save = self._save, None
         if save is None:
             return None
@@ -134,5 +138,5 @@ class IntervalChooser:
         return chosen
 
     def save_failed(self) -> None:
-        """Record that the save that began will not be completed."""
+        """Record that the save that began will never be complete."""
         self._save = None

@@ -12,10 +12,10 @@ import torch
 
 from zero_comm import PeerError
 from zero_report import RecordWriter, SpanKind
+from zero_report.record.checkpoints import CheckpointEvents
 from zero_report.record.planned import RunPlan
 
 from ..instruments import Instruments
-from .checkpoints import CheckpointEvents
 from .ledger import Running
 from .memory import MemorySampler
 from .tokens import TokenCount

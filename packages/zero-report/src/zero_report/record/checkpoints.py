@@ -1,4 +1,4 @@
-"""Record checkpoints as events."""
+"""Record the saves of an engine as events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_report import RecordWriter
+from .writer import RecordWriter
 
 
 @dataclass
@@ -20,8 +20,9 @@ class _SaveEvent:
 
 
 class CheckpointEvents:
-    """Records each checkpoint once it is on disk, with its bytes and seconds, if this rank ``looks`` for them; else at
-    once, without bytes. It looks for background saves after every step, so their seconds are exact to a step."""
+    """Records each save as an event, with its bytes and seconds. If this rank ``looks``, a save is recorded once it is
+    on disk, for which `look` is called after every step, so that seconds are exact to a step; else at once, without
+    bytes."""
 
     def __init__(self, writer: RecordWriter, *, looks: bool) -> None:
         self._writer = writer
@@ -29,7 +30,8 @@ class CheckpointEvents:
         self._pending: list[_SaveEvent] = []
 
     def saved(self, path: Path, step: int, blocked: float) -> None:
-        """Record a save of ``step`` to ``path`` that has just blocked training for ``blocked`` seconds."""
+        """Record a save of ``step`` to the folder ``path``, or keep it until it is on disk. Call it when the save,
+        which blocked training for ``blocked`` seconds, has just returned."""
         save = _SaveEvent(path, step, time.time() - blocked, blocked)
         if self._looks:
             self._pending.append(save)
@@ -38,27 +40,27 @@ class CheckpointEvents:
             self._note(save, None)
 
     def look(self) -> None:
-        """Record the pending checkpoints that are on disk now."""
+        """Record the saves, among those not recorded yet, that are on disk now."""
         for save in [save for save in self._pending if _is_on_disk(save)]:
             self._pending.remove(save)
             self._note(save, sum(file.stat().st_size for file in save.path.rglob("*") if file.is_file()))
 
     def close(self) -> None:
-        """Record the pending checkpoints; without a size if they are not on disk."""
+        """Record the saves that are not recorded yet, without bytes if they are not on disk."""
         self.look()
         for save in self._pending:
             self._note(save, None)
         self._pending.clear()
 
     def _note(self, save: _SaveEvent, nbytes: int | None) -> None:
-        """Record a save as an event; ``nbytes``: its size on disk, None if it was not looked for."""
+        """Write the event of a save; ``nbytes``: its size on disk, None if it is not known to be there."""
         seconds = save.blocked if nbytes is None else max(save.blocked, time.time() - save.began)
         facts = {"path": str(save.path), "of_step": save.step, "bytes": nbytes}
         self._writer.note("checkpoint", **facts, seconds=seconds, blocked_s=save.blocked)
 
 
 def _is_on_disk(save: _SaveEvent) -> bool:
-    """Return whether the folder of a save exists and was written since it began."""
+    """Return whether the folder of a save exists and was written since the save began."""
     try:
         return save.path.stat().st_mtime >= save.began - 1
     except FileNotFoundError:
