@@ -27,7 +27,7 @@ class Checkpoints:
     """Saves, loads and resumes one engine's state. Every call is collective. Call order around each optimizer step:
     `check_folder`, `before_step`, the step, `step_taken`, `after_step`; all others between steps, and `close` last.
     Writes to states wait, by `Partition.readers`, until running saves have copied them. ``before_load``: called before
-    tensors are overwritten.
+    tensors are overwritten. Notices are one rank's news of failed and due saves, which steps carry to all ranks.
 
     Attributes:
         report: what the last `load` or `resume` did to each name; None before."""
@@ -65,8 +65,9 @@ class Checkpoints:
         save_latest: bool,
         exclude_frozen: bool,
     ) -> None:
-        """Save as `Engine.save_checkpoint` describes; if the launcher has ordered the ranks to leave, also wait until
-        the checkpoint is complete and raise SystemExit. Raises `UsageError` inside a step or without a folder."""
+        """Write ``save_dir/tag`` (None: named for the step) as `Engine.save_checkpoint` describes. If the launcher has
+        ordered the ranks to leave, also wait until the checkpoint is complete and raise SystemExit. Raises `UsageError`
+        inside a step or without a folder."""
         state = self._state
         state.check_open("save_checkpoint")
         state.partition.runtime.reopen("save_checkpoint")
@@ -111,22 +112,22 @@ class Checkpoints:
         return resume(self._state, self._in_memory, root, self._load_everything, run=run)
 
     def check_folder(self) -> None:
-        """Raise `UsageError` if steps save or copy the state by themselves and no folder is known."""
+        """Raise `UsageError` if the configuration asks for saves or copies at steps and no folder for them is known."""
         self._periodic.check(self._orders.root)
         self._in_memory.check(self._orders.root)
 
     def before_step(self) -> None:
-        """Put the launcher's order and this rank's notices into the messages that the ranks exchange in this step."""
+        """Put the launcher's order and this rank's notices into the messages that the ranks exchange in the step."""
         self._orders.before_step()
         self._notices.before_step(leads=self._state.reports)
 
     def step_taken(self) -> None:
-        """Read all ranks' notices of failed and due saves, which came with the messages of the step."""
+        """Read all ranks' notices, which came with the messages of the step."""
         self._notices.after_step()
 
     def after_step(self) -> None:
-        """Raise errors of background saves; copy into node memory and save if due; save and leave if the ranks have
-        agreed to. Raises `zero_ckpt.CheckpointError` for a save that failed and SystemExit to leave."""
+        """Raise errors of background saves, if any rank announced one; copy into node memory and save if due; save and
+        leave if the launcher asks. Raises `zero_ckpt.CheckpointError` for a failed save, and SystemExit to leave."""
         self._notices.check()
         if self._in_memory.after_step(self._orders.root):
             self._orders.after_checkpoint(self._in_memory.wait, in_memory=True)
@@ -139,22 +140,23 @@ class Checkpoints:
         self._in_memory.wait()
 
     def close(self) -> None:
-        """Finish the saves that were started, and end their threads. Raises as `wait` does."""
+        """Wait until all saves that were started are written, and end their threads. Raises as `wait` does."""
         self._saver.close()
         self._in_memory.close()
 
     def _save(self, root: str) -> None:
-        """Save below ``root`` under the step's name, as steps do by themselves."""
+        """Save below ``root`` under the step's name, without client state: the save that steps make by themselves."""
         self.save(root, None, {}, save_latest=True, exclude_frozen=False)
 
     def _load_everything(self, root: Path, tag: str | None, opened: Checkpoint | None) -> tuple[str, dict[str, Any]]:
-        """Load ``root/tag``, open as ``opened``, with all that this engine has; return its path and client state."""
+        """Load all of ``root/tag`` that this engine has; return its path and client state. ``opened``: the checkpoint,
+        if open."""
         wanted = LoadChoice(True, self._state.optimizer is not None, scheduler=True, counters=True, opened=opened)
         return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
 
     def _load(self, root: Path, tag: str | None, wanted: LoadChoice, *, choice: str) -> tuple[str, dict[str, Any]]:
-        """Load ``root/tag``, also into an engine that a failure has ended; return its path and client state.
-        ``choice``: the call in words, which must be equal on all ranks."""
+        """Load what is ``wanted`` of ``root/tag``, also into an engine that a failure has ended; return its path and
+        client state. ``choice``: text on what is loaded, which must be equal on all ranks."""
         runtime = self._state.partition.runtime
         runtime.reopen("load_checkpoint")
         self._before_load()

@@ -1,4 +1,4 @@
-"""The fragments of a unit's shard and master: views of the elements of each parameter."""
+"""The fragments of a unit's shard and master: each fragment with a view of its elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def shard_fragments(unit: Unit, shard: torch.Tensor, rank: int) -> Iterator[tupl
 
 
 def master_fragments(unit: Unit, ranks: range) -> Iterator[tuple[Fragment, torch.Tensor]]:
-    """Yield the fragments of ``ranks``, each with its 1-D view of this rank's master; nothing without a master."""
+    """Yield each fragment of the shards of ``ranks`` with a 1-D view of its elements in this rank's master; nothing
+    without one."""
     if unit.master is not None:
         for rank in ranks:
             for fragment in unit.layout.fragments(rank):

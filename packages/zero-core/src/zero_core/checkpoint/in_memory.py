@@ -1,4 +1,5 @@
-"""Copies of the training state in node memory, written in the background; see [Note: node memory] in zero-ckpt."""
+"""Copies of the training state in node memory (RAM that survives the job's processes), written in the background; see
+[Note: node memory] in zero-ckpt."""
 
 from __future__ import annotations
 
@@ -38,13 +39,15 @@ class InMemory:
         self._group: dist.ProcessGroup | None = None
 
     def check(self, run: str | None) -> None:
-        """Raise `UsageError` if copies are to be made, but no path, ``run`` or ``checkpoint.path`` names a folder."""
+        """Raise `UsageError` if copies are to be made, but neither a path, ``run`` nor ``checkpoint.path`` names a
+        folder."""
         if self._every:
             key = "checkpoint.in_memory"
             require_folder(f"{key}.every is {self._every}", f"{key}.path", self._path or run or self._disk)
 
     def after_step(self, run: str | None) -> bool:
-        """Start a copy if due; return whether it was. Collective if so. Raises `zero_ckpt.CheckpointError`."""
+        """Start a copy if one is due after this step; return whether it was. Collective then. Raises
+        `zero_ckpt.CheckpointError` if the copy before has failed."""
         state = self._state
         if not self._every or state.counters.global_steps % self._every:
             return False
@@ -67,7 +70,8 @@ class InMemory:
         return self._open(run).find(lambda manifest: _is_of(manifest, run)) if self._every else None
 
     def fetch(self, found: Found, run: str) -> Path:
-        """Copy files of ``found`` that this node's ranks read to it; return the folder above its tag. Collective."""
+        """Copy the files of ``found`` that this node's ranks need from other nodes; return the folder that has its tag.
+        Collective."""
         return self._open(run).fetch(found, lambda manifest: files_to_read(self._state, manifest)).parent
 
     @property
@@ -98,7 +102,7 @@ class InMemory:
             self._group = None
 
     def _open(self, run: str | None) -> NodeMemory:
-        """Return the node memory, opened at the first call with a process group of its own. Collective then."""
+        """Return the node memory, which the first call opens, with a process group of its own. Collective then."""
         if self._memory is None:
             folder = Path(self._path or node_memory_folder(str(run or self._disk)))
             self._group = own_group(self._state)
@@ -107,7 +111,8 @@ class InMemory:
 
 
 def _is_of(manifest: Manifest, run: str) -> bool:
-    """Return whether the copy ``manifest`` is of the run ``run``, or unmarked; else warn: node memory outlives jobs."""
+    """Return whether the copy with this ``manifest`` is of the run ``run`` or of no named one; if not, log a
+    warning."""
     kept = manifest.client_state.get(_RUN) if isinstance(manifest.client_state, dict) else None
     if kept in (None, run):
         return True
@@ -119,8 +124,8 @@ def _is_of(manifest: Manifest, run: str) -> bool:
 
 
 def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:
-    """Yield the paths, below the checkpoint's folder, of the files that this rank reads to load it: those with its
-    fragments, and all files of tensors that are in no unit."""
+    """Yield the paths, below the checkpoint's folder, of the files that this rank needs to load it: those that overlap
+    its fragments, and all files of tensors that are in no unit."""
     spans, shapes = _spans(state), {e.name: e.shape for unit in state.partition.layout.units for e in unit.entries}
     needed: set[int] = set()
     for tensor in manifest.tensors:
@@ -133,7 +138,8 @@ def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:
 
 
 def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
-    """Return parameter -> the ranges of elements [first, end) that this rank loads of weights, masters and states."""
+    """Return, by parameter name, the ranges of elements [first, end) that this rank loads of weights, masters and
+    states."""
     parts, sharded = state.partition, state.optimizer
     spans: dict[str, list[tuple[int, int]]] = {}
     fragments = [f for unit in parts.units for f in unit.layout.fragments(parts.rank)]
@@ -146,8 +152,8 @@ def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
 
 
 def _overlapping(tensor: TensorEntry, spans: list[tuple[int, int]], *, same_shape: bool) -> Iterator[int]:
-    """Yield the indices of the files with a slice of ``tensor`` that overlaps ``spans``, ranges [first, end) of its
-    parameter; of all its files unless ``same_shape``: scalars and scales have other elements than the parameter."""
+    """Yield the index of each file with elements of ``tensor`` in ``spans``, ranges [first, end) of its parameter.
+    Unless ``same_shape``, of all its files: scalars and scales have other elements than the parameter."""
     for piece in tensor.slices:
         end = piece.offset + piece.length
         if not same_shape or any(first < end and piece.offset < last for first, last in spans):

@@ -69,7 +69,8 @@ class StateIntervals:
         self._versions: dict[int, int] = {}
 
     def everything(self) -> Iterator[Interval]:
-        """Yield all intervals; data on a tier is read as they are written, so nothing may change until then."""
+        """Yield all intervals. Data on a tier are read only as the intervals are written, so nothing may change until
+        then."""
         if self._writes_nothing:
             return
         self._linked = self._files.flush_weights()
@@ -82,21 +83,22 @@ class StateIntervals:
         yield from self._replicated_intervals()
 
     def settle_masters(self) -> None:
-        """Update masters from weights that the user has edited, apart from the masters that `later` updates."""
+        """Update masters from weights that the user has edited, except the masters that `later` updates."""
         units = self._state.partition.units
         followed = {unit.index for unit in self._units if self._follows(unit)}
         self._state.partition.runtime.edits.settle_masters([unit for unit in units if unit.index not in followed])
 
     def memory(self) -> list[memoryview]:
-        """Return the bytes of weights in host memory that user code can write; copies made now go to `later`."""
+        """Return the bytes of those weights in host memory that user code can write. The caller copies them now, for
+        `later`."""
         if self._writes_nothing:
             return []
         self._copied = [(unit, weights) for unit in self._units if (weights := self._weights_to_copy(unit)) is not None]
         return [tensor_buffer(weights.detach()) for _, weights in self._copied]
 
     def _remember_versions(self) -> None:
-        """Keep references to the states that `later` reads, and the version counters of all tensors that it reads; have
-        `later` wait for the work that devices have been given so far, and for nothing after that."""
+        """Keep what `later` checks: references to states and the version counters of all tensors that it reads. Mark
+        the work that devices have been given so far, for which alone `later` waits."""
         self._kept = self._states_now()
         read = [self._shard(unit) for unit in self._units if self._on_device and unit.releasable]
         read += [unit.master for unit in self._units if unit.master is not None and has_own_master(unit)]
@@ -107,7 +109,7 @@ class StateIntervals:
 
     def present(self) -> Iterator[Interval]:
         """Yield the intervals of data that user code or a forward pass may change at any time, and of weights in a
-        store that cannot be linked, with the values of now. Nothing if the first replica writes for this rank."""
+        store that cannot be linked, with their present values. Nothing if another replica writes for this rank."""
         if self._writes_nothing:
             return
         self._remember_versions()
@@ -119,8 +121,8 @@ class StateIntervals:
         yield from self._replicated_intervals()
 
     def later(self, copies: Sequence[memoryview]) -> Iterator[Interval]:
-        """Yield the other intervals. ``copies``: of what `memory` returned, for the weights; shards, masters and states
-        are read now. Raises `CheckpointError` for a tensor that was written since `present`."""
+        """Yield the intervals that `present` has not. ``copies``: of the bytes that `memory` returned; shards, masters
+        and states are read now. Raises `CheckpointError` for a tensor that was written since `present`."""
         if not self._writes_nothing:
             self._sealed_weights, self._sealed_states = self._files.seal_weights(), self._files.seal_states()
         for (unit, weights), copied in zip(self._copied, copies, strict=True):
@@ -141,12 +143,12 @@ class StateIntervals:
 
     @property
     def _on_device(self) -> bool:
-        """Return whether shards are on the device, in no store."""
+        """Return whether parameter shards are on the device, in no store of a tier."""
         return isinstance(self._state.partition.residency, DeviceResidency)
 
     def _stays(self, unit: Unit) -> bool:
-        """Return whether `later` reads a unit's weights where they lie, so that `present` need not copy them: shards on
-        the device that only the engine writes, and shards in files that the save can link, as `present` finds out."""
+        """Return whether `later` can read a unit's weights where they are: shards on the device that only the engine
+        writes, or shards in files that the save links (as `present` finds out)."""
         return unit.releasable if self._on_device else unit.name in self._linked
 
     def _follows(self, unit: Unit) -> bool:
@@ -154,19 +156,20 @@ class StateIntervals:
         return self._mastered.get(unit.index) is not None
 
     def _shard(self, unit: Unit) -> torch.Tensor:
-        """Return this rank's shard of a unit on the device. Not for stores, where it would have to be released."""
+        """Return this rank's shard of a unit, which is on the device; not for shards in a store, which had to be
+        released again."""
         return self._state.partition.residency.acquire(unit.name)
 
     def _weights_to_copy(self, unit: Unit) -> torch.Tensor | None:
-        """Return the weights to copy of a unit, 1-D, if user code can write them and they are contiguous in host
-        memory: all of them, or this rank's shard; else None."""
+        """Return, 1-D, the weights of a unit that `memory` offers: the full unit or this rank's shard, if user code can
+        write them and they are contiguous in host memory; else None."""
         if not self._on_device or unit.releasable:
             return None
         weights = self._mastered[unit.index] if self._follows(unit) else self._shard(unit)
         return weights if weights is not None and weights.device.type == "cpu" and weights.is_contiguous() else None
 
     def _states_now(self) -> list[_KeptStates]:
-        """Return the optimizer states on the device that this rank writes; their tensors are not copied."""
+        """Return the optimizer states on the device that this rank writes, by reference."""
         optimizer, parts, found = self._state.optimizer, self._state.partition, []
         for owned in () if optimizer is None else optimizer.fragments:
             part: Fragment | None = owned.fragment
@@ -177,7 +180,7 @@ class StateIntervals:
         return found
 
     def _check_unwritten(self, name: str, kind: str, tensor: torch.Tensor) -> None:
-        """Raise `CheckpointError` if ``tensor`` was written since `present` read its version."""
+        """Raise `CheckpointError`, naming ``name`` and ``kind``, if ``tensor`` was written since `present`."""
         if not tensor.is_inference() and self._versions[id(tensor)] != tensor._version:
             raise CheckpointError(
                 f"{name!r} ({kind}) was written before it was copied for the background save: ask optimizer.state "
@@ -185,7 +188,8 @@ class StateIntervals:
             )
 
     def _copied_weights(self, unit: Unit, weights: torch.Tensor, copied: memoryview) -> Iterator[Interval]:
-        """Yield the intervals of a unit's weights from their bytes ``copied``; update its master if it `_follows`."""
+        """Yield the intervals of ``weights`` of a unit from ``copied``, their bytes; update the master from these if it
+        `_follows`."""
         dtype, rank = weights.dtype, self._state.partition.rank
         if copied.nbytes and self._follows(unit):
             unit.update_master(torch.frombuffer(copied, dtype=dtype))
@@ -197,7 +201,7 @@ class StateIntervals:
             yield Interval(entry.name, "param", entry.shape, dtype_name(dtype), fragment.param_offset, data)
 
     def _weights(self, unit: Unit) -> Iterator[Interval]:
-        """Yield the intervals of this rank's weights of a unit, on the device or in a store."""
+        """Yield the intervals of this rank's shard of a unit, on the device or in a store."""
         parts = self._state.partition
         if not self._on_device:
             yield from weight_intervals(parts.residency, unit, parts.rank, self._sealed_weights)
@@ -206,7 +210,8 @@ class StateIntervals:
             yield from self._fragment(fragment, "param", piece, stays=unit.releasable)
 
     def _masters_and_tier(self, unit: Unit) -> Iterator[Interval]:
-        """Yield the intervals of a unit's master, if its dtype is not the weights', and of states on its tier."""
+        """Yield the intervals of a unit's master, if that has another dtype than the weights, and of its states on a
+        tier."""
         parts = self._state.partition
         if has_own_master(unit):
             ranks = parts.owned_ranks() if self._every_replica else range(parts.rank, parts.rank + 1)
@@ -217,7 +222,7 @@ class StateIntervals:
             yield from tier_intervals(unit.states, unit, parts.rank, sealed, every_replica=every_replica)
 
     def _state_intervals(self) -> Iterator[Interval]:
-        """Yield the optimizer states that `_states_now` returned: per element, of other shapes, and scalars."""
+        """Yield the intervals of the optimizer states on the device: per element, of other shapes, and scalars."""
         for kept in self._kept:
             part, held, name = kept.part, kept.owned.fragment, kept.part.entry.name
             for key, value in kept.values.items():
@@ -234,7 +239,8 @@ class StateIntervals:
                     yield from self._stager.intervals(name, f"{key}.scalar", tensor.reshape(()), stays=True)
 
     def _replicated_intervals(self) -> Iterator[Interval]:
-        """Yield this rank's own rows of optimizer state and, if it writes them, buffers and replicated parameters."""
+        """Yield the intervals of this rank's own rows of optimizer state and, if it writes them, of buffers and
+        replicated parameters."""
         state = self._state
         if state.optimizer is not None:
             yield from rank_intervals(state, self._stager)
@@ -245,7 +251,8 @@ class StateIntervals:
                 yield from self._stager.intervals(name, "param", parameter.contiguous())
 
     def _fragment(self, fragment: Fragment, kind: str, piece: torch.Tensor, *, stays: bool) -> Iterator[Interval]:
-        """Return the intervals of a fragment with the elements ``piece``; ``stays``: not written until copied."""
+        """Return the intervals of the elements ``piece`` of a fragment; ``stays``: nothing writes them before they are
+        copied."""
         entry = fragment.entry
         return self._stager.intervals(
             entry.name, kind, piece, shape=entry.shape, offset=fragment.param_offset, stays=stays
@@ -254,8 +261,8 @@ class StateIntervals:
 
 @dataclass(frozen=True)
 class _KeptStates:
-    """The states by kind of the fragment ``owned``; this rank writes the elements of ``part`` and, if that is at offset
-    0, the states that are not per element."""
+    """The states of the fragment ``owned``, by kind. This rank writes the elements of ``part`` and, if that begins the
+    parameter, the states that are not per element."""
 
     owned: OwnedFragment
     part: Fragment

@@ -25,8 +25,9 @@ _REQUESTS = {"regroup": 1, "end": 2}
 
 
 class LauncherOrders:
-    """Carries out the launcher's orders for one engine. ``folder``: holds the orders; None without a launcher. The
-    attribute ``root``, which `resume` and `save_checkpoint` set: the folder for a checkpoint for the launcher."""
+    """Carries out the launcher's orders for one engine. ``folder``: where the orders are; None without a launcher. The
+    attribute ``root``, which `resume` and `save_checkpoint` set: where a checkpoint that the launcher asks for is
+    saved."""
 
     def __init__(self, state: TrainingState, folder: Path | None) -> None:
         self._state = state
@@ -36,18 +37,19 @@ class LauncherOrders:
 
     @classmethod
     def of(cls, state: TrainingState, environ: Mapping[str, str] = os.environ) -> LauncherOrders:
-        """Return an object for the folder that `ZERO_LAUNCH_ORDERS` names; without that variable it does nothing."""
+        """Return an object for the folder that `ZERO_LAUNCH_ORDERS` names in ``environ``; without that it carries out
+        no orders."""
         folder = environ.get(ORDERS_VARIABLE)
         return cls(state, None if not folder else Path(folder))
 
     def before_step(self) -> None:
-        """Read the launcher's order and put it into this step's messages."""
+        """Read the launcher's order and put it into the messages of the step that begins."""
         if self._folder is not None:
             self._state.groups.control.watched.request = _REQUESTS.get(self._read_order(), 0)
 
     def after_step(self, save: Callable[[str], object]) -> None:
-        """If the ranks have agreed to end, call ``save`` with `root`: it writes a checkpoint and calls
-        `after_checkpoint`, which leaves. Without a `root` warn once and continue."""
+        """If the ranks have agreed on the order `end`, call ``save`` with `root`, which writes a checkpoint, calls
+        `after_checkpoint` and so leaves. Without a `root` warn once and continue."""
         if self._folder is None or self._state.groups.control.watched.agreed < _REQUESTS["end"]:
             return
         if self.root is not None:
@@ -61,8 +63,8 @@ class LauncherOrders:
 
     def after_checkpoint(self, wait: Callable[[], object], *, in_memory: bool = False) -> None:
         """If the ranks have agreed to leave, call ``wait``, which returns once the checkpoint is complete, write the
-        file `left.RANK`, and raise SystemExit. Collective if they have. ``in_memory``: the checkpoint is only in the
-        memory of the nodes, which the job gives back: ``end`` waits for one on disk."""
+        file `left.RANK`, and raise SystemExit. Collective if they have. ``in_memory``: the checkpoint is in the nodes'
+        memory only, which is lost with the job, so that the order `end` waits for one on disk."""
         state = self._state
         agreed = state.groups.control.watched.agreed if self._folder is not None else 0
         if not agreed or self._folder is None or (in_memory and agreed == _REQUESTS["end"]):

@@ -1,4 +1,5 @@
-"""Load a checkpoint into the engine's tensors."""
+"""Load a checkpoint into the engine's tensors. ``reading`` collects requests to read and the actions after them;
+tensors that are added to it are filled when it runs."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ CustomLoad = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LoadChoice:
-    """The choice of what to load besides weights. ``strict``: model and checkpoint must have the same tensors.
-    ``custom``: loads the weights instead of the match by name. ``opened``: the checkpoint, if it is open already."""
+    """What to load besides weights. ``strict``: model and checkpoint must have the same tensors. ``custom``: a function
+    that loads the weights instead of the match by name. ``opened``: the checkpoint, if it is open already."""
 
     strict: bool
     optimizer: bool
@@ -55,7 +56,7 @@ class LoadChoice:
     opened: Checkpoint | None = None
 
     def __str__(self) -> str:
-        """Return what is not loaded, or loaded otherwise, in words; empty if everything is loaded by name."""
+        """Return text on what is not loaded, or not by name; empty if everything is loaded by name."""
         words = {
             "without names that must fit": not self.strict,
             "without optimizer states": not self.optimizer,
@@ -67,8 +68,8 @@ class LoadChoice:
 
 
 def load(state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice) -> tuple[LoadReport, dict[str, Any]]:
-    """Load ``root/tag`` (None: the newest complete one) into the engine, and clear its gradients and its accumulation;
-    return the report on each name and the client state. Collective. Raises `zero_ckpt.CheckpointError`."""
+    """Load ``root/tag`` (None: the newest complete one) into the engine, whose gradients and accumulation are
+    discarded. Return (report on each name, client state). Collective. Raises `zero_ckpt.CheckpointError`."""
     state.module.zero_grad()
     state.counters.accumulated = 0
     group = state.model_part.coordinator or coordinator_of(state)
@@ -89,8 +90,9 @@ def load(state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice) 
 
 
 def _fill(state: TrainingState, wanted: LoadChoice, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Read this rank's part of a checkpoint into the engine. Return all full tensors by name if a custom function will
-    load the weights, else an empty dict. Does not communicate. Raises `MismatchError`."""
+    """Read this rank's part of a checkpoint into the engine. If a custom function is to load the weights, return all
+    full tensors by name, else an empty dict. Does not communicate. Raises `MismatchError` if the checkpoint does not
+    fit."""
     if wanted.strict and wanted.custom is None:
         check_names(state, checkpoint)
     if wanted.counters:
@@ -109,8 +111,8 @@ def _fill(state: TrainingState, wanted: LoadChoice, checkpoint: Checkpoint) -> d
 
 
 def _fill_units(state: TrainingState, reading: BatchedRead, wanted: LoadChoice) -> None:
-    """Add this rank's masters and, unless a custom function loads them, its weights to ``reading``; write tiers' states
-    now. Waits until running saves have copied them, and resets the tiers first."""
+    """Add this rank's masters and, unless a custom function loads them, its weights to ``reading``. Reset tiers, and
+    write their states from the checkpoint at once. Waits until running saves have copied what is overwritten."""
     parts, tensors = state.partition, reading.checkpoint.tensors
     parts.readers.wait()
     if parts.states is not None:
@@ -129,7 +131,8 @@ def _fill_units(state: TrainingState, reading: BatchedRead, wanted: LoadChoice) 
 
 
 def _is_filled_by_gather(state: TrainingState, unit: Unit) -> bool:
-    """Return whether a unit's master shares memory with its shard, or with the flat buffer that is gathered later."""
+    """Return whether loading a unit's weights fills its master, as that shares memory with its shard or the gathered
+    buffer."""
     parts = state.partition
     if unit.master is None or not isinstance(parts.residency, DeviceResidency):
         return False
@@ -139,7 +142,7 @@ def _is_filled_by_gather(state: TrainingState, unit: Unit) -> bool:
 
 
 def _fill_shard(state: TrainingState, reading: BatchedRead, unit: Unit) -> None:
-    """Add this rank's weights of a unit to ``reading``; for a shard in a store, also read them now."""
+    """Add this rank's weights of a unit to ``reading``; if they are in a store, also run it, to read them now."""
     parts = state.partition
     shard = unit.borrow_shard()
     for fragment, piece in shard_fragments(unit, shard, parts.rank):
@@ -151,7 +154,8 @@ def _fill_shard(state: TrainingState, reading: BatchedRead, unit: Unit) -> None:
 
 
 def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
-    """Replace optimizer states on no tier, of fragments that the checkpoint has; ``reading`` fills their tensors."""
+    """Replace the optimizer states of fragments that the checkpoint has, except on a tier. Their tensors are added to
+    ``reading``."""
     if state.optimizer is None:
         return
     numbers_on = state.optimizer.number_devices()
@@ -164,14 +168,15 @@ def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
 
 
 def _drop_unstarted(state: TrainingState, owned: OwnedFragment, kept: dict[str, Any]) -> None:
-    """Remove the moments of ``owned`` if its state ``kept`` has step 0: a tier saves them before a first step."""
+    """Remove the state of ``owned`` if it has no step taken: a tier saves moments before the first step. ``kept``: that
+    state."""
     if state.optimizer is not None and not kept["step"]:
         state.optimizer.replace_state(owned, None)
 
 
 def _optimizer_state(reading: BatchedRead, owned: OwnedFragment, numbers_on: torch.device) -> dict[str, Any]:
-    """Return the optimizer state of one fragment by key; its tensors are filled when ``reading`` runs, but for
-    quantized moments, which are read now. ``numbers_on``: the device for scalars."""
+    """Return the optimizer state of one fragment by key. Its tensors are added to ``reading``; quantized moments are
+    read at once. ``numbers_on``: the device for scalars."""
     checkpoint, fragment, name = reading.checkpoint, owned.fragment, owned.fragment.entry.name
     state: dict[str, Any] = {}
     quantized = quantized_moments(checkpoint, name)
@@ -196,7 +201,7 @@ def _optimizer_state(reading: BatchedRead, owned: OwnedFragment, numbers_on: tor
 
 
 def _fill_replicated(state: TrainingState, reading: BatchedRead) -> None:
-    """Add the buffers, and the parameters that no unit holds, to ``reading``, where the checkpoint has them."""
+    """Add buffers, and parameters that no unit holds, to ``reading``, where the checkpoint has them."""
     replicated = [(name, "buffer", b) for name, b in state.module.named_buffers() if type(b) is torch.Tensor]
     named = named_parameters(state.module)
     replicated += [(name, "param", tensor) for name, tensor in replicated_parameters(state, named).items()]
@@ -208,7 +213,8 @@ def _fill_replicated(state: TrainingState, reading: BatchedRead) -> None:
 
 
 def _full_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return every parameter, read from its master if there is one, and every buffer in full, under all names."""
+    """Return every parameter and buffer of the checkpoint in full, tied ones under all their names. Parameters are read
+    from their masters, if there are any."""
     reading, found = BatchedRead(checkpoint), {}
     for (name, kind), entry in checkpoint.tensors.items():
         if kind in ("param", "buffer"):
@@ -220,16 +226,16 @@ def _full_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _load_by_custom(state: TrainingState, custom: CustomLoad, source: dict[str, torch.Tensor]) -> None:
-    """Call the user's function on the gathered model with ``source``, tensors by name; keep rank 0's result. Masters
-    that round to the new weights stay. Collective."""
+    """Call the user's function with the gathered model and ``source``, the checkpoint's tensors by name; rank 0's
+    result becomes all ranks'. Masters that round to the new weights stay. Collective."""
     module: nn.Module = state.module
     with gathered(state.partition, list(module.parameters()), modifier_rank=0), torch.no_grad():
         custom(src=source, dst=module)
 
 
 def _all_gather_loaded_shards(state: TrainingState) -> None:
-    """All-gather the units that are never released into their flat buffers, in place, each rank contributing the shard
-    that it has read; return when all have arrived. Collective."""
+    """All-gather the units that are never released: each rank contributes the shard that it has read, and all get the
+    full weights, in place. Returns when all have arrived. Collective."""
     parts = state.partition
     works = []
     for unit in parts.units:

@@ -1,4 +1,5 @@
-"""Match the names of a model's tensors with the names in a checkpoint."""
+"""Match the names of a model's tensors with the names in a checkpoint. Tied parameters are stored once, under the first
+of their names, their stored name. ``named``, ``now``: what `named_parameters` returns."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ _SHOWN = 10
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name; tied parameters under each of their names."""
+    """Return the model's parameters by name, tied ones under each of their names."""
     return dict(module.named_parameters(remove_duplicate=False))
 
 
 def aliases(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return other name -> stored (first) name of the tied parameters; ``named``: what `named_parameters` returned."""
+    """Return, for each further name of a tied parameter, its stored name."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in named.items():
@@ -37,7 +38,7 @@ def aliases(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
 
 
 def frozen_names(named: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return the stored (first) names of the parameters that require no gradient; ``named``: as for `aliases`."""
+    """Return the stored names of the parameters that require no gradient."""
     first: dict[int, str] = {}
     for name, parameter in named.items():
         if not parameter.requires_grad:
@@ -57,8 +58,8 @@ def tensor_shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]
 
 
 def replicated_parameters(state: TrainingState, named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the parameters that no unit holds, such as those added to the model after `initialize`, by their stored
-    name: they are replicated. ``named``: `named_parameters`."""
+    """Return, by stored name, the values of parameters that no unit holds, such as those added to the model after
+    `initialize`. Every rank has them in full."""
     known = {id(parameter) for unit in state.partition.units for parameter in unit.parameters}
     found = {}
     for name, parameter in named.items():
@@ -70,8 +71,8 @@ def replicated_parameters(state: TrainingState, named: Mapping[str, nn.Parameter
 
 
 def restructured(state: TrainingState, now: Mapping[str, nn.Parameter]) -> str:
-    """Return a description of the first of the engine's parameters that the model has renamed, replaced by another
-    object, or parametrized; empty if there is none. Removed parameters do not count. ``now``: `named_parameters`."""
+    """Return text on the first parameter of the engine that the model has renamed, replaced by another object, or
+    parametrized since; empty if there is none. Removed parameters do not count."""
     called = {id(parameter): name for name, parameter in now.items()}
     for unit in state.partition.units:
         for name, parameter in zip(unit.names, unit.parameters, strict=True):
@@ -88,7 +89,8 @@ def restructured(state: TrainingState, now: Mapping[str, nn.Parameter]) -> str:
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """Return whether ``name``, once a parameter, is a parametrization or plain tensor; false without its module."""
+    """Return whether ``name``, once a parameter's, is now that of a parametrization or a plain tensor; false if its
+    module is gone."""
     path, _, leaf = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -119,7 +121,7 @@ def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_report(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool) -> LoadReport:
-    """Return the report of a load by name: what it does to each "name (kind)"; ``optimizer``: states are loaded too."""
+    """Return the report on a load by name: what becomes of each "name (kind)". ``optimizer``: states are loaded too."""
     report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
     ours = tensor_shapes(state)
     trained = {
@@ -149,7 +151,8 @@ def load_report(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool
 
 
 def _is_converted(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> bool:
-    """Return whether a checkpoint has the parameter ``name``, but neither it nor its master in ``dtype``."""
+    """Return whether loading the parameter ``name`` as ``dtype`` converts it: stored are neither it nor its master in
+    that dtype."""
     stored = [
         checkpoint.tensors[name, kind].dtype for kind in ("param", "master") if (name, kind) in checkpoint.tensors
     ]

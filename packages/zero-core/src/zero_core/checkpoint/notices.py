@@ -16,7 +16,8 @@ _DUE, _SAVE_FAILED, _COPY_FAILED = 1, 2, 4
 
 
 class Notices:
-    """Exchanges notices in a step's messages. Call order: `before_step`, the step, `after_step`, `check`, `due`."""
+    """Exchanges notices (a save is due, a save failed) in the messages of a step. Call order: `before_step`, the step,
+    `after_step`, `check`, `due`."""
 
     def __init__(self, control: Control, saver: Saver, in_memory: InMemory, periodic: Periodic) -> None:
         self._watched = control.watched
@@ -24,7 +25,8 @@ class Notices:
         self._heard = 0
 
     def before_step(self, *, leads: bool) -> None:
-        """Put failed saves into this step's messages and, if this rank ``leads`` (is rank 0), a save that is due."""
+        """Put this rank's failed saves and copies into the step's messages and, if it ``leads`` (is rank 0), a save
+        that is due."""
         due = _DUE if leads and self._periodic.is_due() else 0
         failed = _SAVE_FAILED if self._saver.has_failed else 0
         self._watched.announced = due | failed | (_COPY_FAILED if self._in_memory.has_failed else 0)
@@ -34,7 +36,8 @@ class Notices:
         self._heard, self._watched.announced = self._watched.heard, 0
 
     def check(self) -> None:
-        """If any rank announced a failed save or copy, wait for this rank's, which raises `CheckpointError`."""
+        """Raise the `CheckpointError` of this rank's save or copy if any rank announced that it failed there; wait for
+        it first."""
         if self._heard & _SAVE_FAILED:
             self._saver.wait()
         if self._heard & _COPY_FAILED:

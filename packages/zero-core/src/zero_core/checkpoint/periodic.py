@@ -25,16 +25,18 @@ Save = Callable[[str], object]
 
 
 class Periodic(Protocol):
-    """Decides when an engine saves by itself. Call order: `check`, `is_due` on rank 0, the step, `after_step`."""
+    """Decides when an engine saves by itself. Call order: `check`, `is_due` on rank 0, the step, `after_step`.
+    ``root``: the folder of `resume` or of the first save; None if there was none."""
 
     def check(self, root: str | None) -> None:
-        """Raise `UsageError` if no folder is known; ``root``: that of `resume` or of the first save, or None."""
+        """Raise `UsageError` if saves are to be made and no folder for them is known."""
 
     def is_due(self) -> bool:
         """Return, on rank 0, whether all ranks must be told to save after the step that begins."""
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """Call ``save`` with a folder if one is due; ``due``: rank 0's `is_due`. Collective then."""
+        """Call ``save`` with a folder if a save is due now; ``due``: what `is_due` returned on rank 0. Collective if it
+        saves."""
 
 
 class Never:
@@ -66,14 +68,14 @@ class Fixed:
         return False
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """Save if the number of steps is a multiple of ``steps``; ``due`` is ignored."""
+        """Call ``save`` if the number of steps is a multiple of ``steps``; ``due`` is ignored."""
         if self._state.counters.global_steps % self._steps == 0:
             save(self._path or str(root))
 
 
 class Automatic:
     """A `Periodic` that saves when rank 0's ``chooser`` finds it due; see [Note: automatic interval]. ``clock``:
-    seconds. ``path``: the folder of the saves; None for the ``root`` given."""
+    returns seconds. ``path``: the folder of the saves; None for the ``root`` given."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class Automatic:
         return self._chooser.is_due()
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """Report the step to the chooser and, if ``due``, save and report the save, also one that fails."""
+        """Report the step to the chooser. If ``due``, call ``save`` and report that save, also one that fails."""
         chooser, saver = self._chooser, self._saver
         chooser.step_ended(self._clock(), saver.take_waited())
         if chooser.saving and not saver.is_writing:
@@ -119,7 +121,8 @@ class Automatic:
 
 
 def require_folder(setting: str, key: str, folder: str | None) -> None:
-    """Raise `UsageError` if ``folder`` is None, which ``setting`` needs and ``key`` could name."""
+    """Raise `UsageError` if ``folder`` is None. ``setting``: text on what needs it; ``key``: the key that could name
+    it."""
     if folder is None:
         raise UsageError(
             f"{setting}, but no folder is known: set {key}, or call engine.resume(folder) before the first step"
@@ -136,7 +139,8 @@ def interval_text(chosen: ChosenInterval, chooser: IntervalChooser) -> str:
 
 
 def periodic_of(state: TrainingState, saver: Saver) -> Periodic:
-    """Return the `Periodic` for the configuration's ``checkpoint.interval``. Raises as `check_interval` does."""
+    """Return the `Periodic` for the configuration's ``checkpoint.interval``. Raises `UsageError` for "auto" under an
+    mpu."""
     section = state.config.checkpoint
     check_interval(state.config, is_whole=state.model_part.place.size == 1)
     if section.interval is None:
@@ -149,7 +153,8 @@ def periodic_of(state: TrainingState, saver: Saver) -> Periodic:
 
 
 def check_interval(config: Config, *, is_whole: bool) -> None:
-    """Raise `UsageError` for interval "auto" under an mpu (not ``is_whole``): rank 0 decides for its own part only."""
+    """Raise `UsageError` for interval "auto" if the model has several parts (not ``is_whole``): rank 0 decides for its
+    own only."""
     if config.checkpoint.interval == "auto" and not is_whole:
         raise UsageError(
             'checkpoint.interval is "auto", which rank 0 decides for all ranks that train the same parameters; under '

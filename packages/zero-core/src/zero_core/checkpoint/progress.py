@@ -19,7 +19,8 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str, Any]:
-    """Return the training state besides tensors as plain data by name, with the user's ``client_state`` as "client"."""
+    """Return the training state besides tensors as plain data by name; ``client_state``, the user's, is under
+    "client"."""
     return {
         "client": client_state,
         "counters": {name: getattr(state.counters, name) for name in _COUNTERS},
@@ -32,7 +33,7 @@ def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str,
 
 
 def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `progress_of` returned for a checkpoint's engine; defaults where another program has written it."""
+    """Return what `progress_of` returned when the checkpoint was saved; for one of another program, defaults."""
     state = checkpoint.client_state if isinstance(checkpoint.client_state, dict) else {}
     empty = dict.fromkeys(("scheduler", "loss_scale", "param_groups", "data"))
     if "counters" in state:
@@ -41,7 +42,8 @@ def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def load_counters(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Load the counters, the seed of virtual ranks and, at the same world size, this rank's random generator states."""
+    """Load the counters, the seed of virtual ranks and, if the world size is the same, the states of random
+    generators."""
     for name, value in engine_state(checkpoint)["counters"].items():
         setattr(state.counters, name, value)
     state.partition.runtime.step = state.counters.global_steps
@@ -70,7 +72,8 @@ def load_schedule(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_hyperparameters(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Load param groups' options and loss scale where both sides have them. Raises `MismatchError` for other groups."""
+    """Load the options of param groups and the loss scale, where checkpoint and engine have them. Raises
+    `MismatchError` for another number of groups."""
     sharded, saved = state.optimizer, engine_state(checkpoint)
     if sharded is None:
         return
@@ -90,7 +93,8 @@ def load_hyperparameters(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_position(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Load the data loader's position, if there is a loader; warn on rank 0 if the checkpoint has no position."""
+    """Load the data loader's position, if there is a loader. Log a warning on rank 0 if the checkpoint has no
+    position."""
     loader, position = state.attached.loader, engine_state(checkpoint)["data"]
     if loader is None:
         return
@@ -113,7 +117,7 @@ def _hyperparameters(state: TrainingState) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with tensors as numbers or lists, in copied containers. A checkpoint refuses other objects."""
+    """Return ``value`` with tensors as numbers or lists, at any depth of its containers, which are copied."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, dict):

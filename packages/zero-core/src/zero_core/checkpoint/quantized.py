@@ -21,7 +21,8 @@ _SECOND_MOMENTS = frozenset(["exp_avg_sq", "sum"])
 
 
 class StoredSlice(NamedTuple):
-    """A slice of a checkpoint's tensor: its kind, full shape, and ``length`` elements from ``offset`` on, flat."""
+    """Part of a tensor in a checkpoint: the tensor's kind and full shape, and ``length`` elements from ``offset`` on,
+    flat."""
 
     kind: str
     shape: tuple[int, ...]
@@ -30,8 +31,8 @@ class StoredSlice(NamedTuple):
 
 
 def stored_slice(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int, length: int) -> StoredSlice:
-    """Return where a checkpoint has ``length`` elements from ``offset`` on of a parameter's state; ``kind``, ``dtype``:
-    as the tier keeps it, uint8 for 8-bit codes; ``shape``: the full parameter's."""
+    """Return where a checkpoint has elements [``offset``, ``offset`` + ``length``) of a parameter's state on a tier.
+    ``kind``, ``dtype``: the tier's, uint8 for 8-bit codes; ``shape``: the full parameter's."""
     if dtype == torch.uint8:
         return StoredSlice(f"{kind}.{format_of(kind)}", shape, offset, length)
     if kind.endswith(_SCALE):
@@ -42,18 +43,19 @@ def stored_slice(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: 
 
 
 def format_of(moment: str) -> str:
-    """Return the 8-bit format of the optimizer state ``moment``: "u5e3", unsigned, for second moments, else "e4m3"."""
+    """Return the 8-bit format of the moment ``moment``: "u5e3" (unsigned) for second moments, else "e4m3"."""
     return "u5e3" if moment in _SECOND_MOMENTS else "e4m3"
 
 
 def quantized_moments(checkpoint: Checkpoint, name: str) -> list[str]:
-    """Return the names of the moments of the parameter ``name`` that a checkpoint stores quantized."""
+    """Return the names of the moments of the parameter ``name`` that the checkpoint has quantized."""
     split = [kind.rpartition(".") for stored, kind in checkpoint.tensors if stored == name]
     return [moment for moment, dot, code in split if dot and code == format_of(moment)]
 
 
 def read_dequantized(checkpoint: Checkpoint, name: str, moment: str, offset: int, length: int) -> torch.Tensor:
-    """Read elements [``offset``, ``offset`` + ``length``) of a quantized moment as a 1-D float32 tensor on the CPU."""
+    """Return elements [``offset``, ``offset`` + ``length``) of a quantized moment as a 1-D float32 tensor on the
+    CPU."""
     code = format_of(moment)
     numel = torch.Size(checkpoint.tensors[name, f"{moment}.{code}"].shape).numel()
     begin = offset // BLOCK * BLOCK

@@ -1,4 +1,5 @@
-"""Optimizer state that each rank has for itself (1-bit optimizers): one tensor with a row per rank."""
+"""Optimizer state that each rank has for itself (1-bit optimizers), such as what compression has lost so far: one
+tensor with a row per rank."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _PREFIX = "optimizer."
 
 
 def rank_intervals(state: TrainingState, stager: Stager) -> Iterator[Interval]:
-    """Yield the intervals of this rank's rows of optimizer state; none unless the optimizer is a 1-bit one."""
+    """Yield the intervals of this rank's row in each such tensor; nothing unless the optimizer is a 1-bit one."""
     optimizer, parts = state.torch_optimizer, state.partition
     if isinstance(optimizer, OneBitOptimizer):
         for name, values in optimizer.rank_state().items():
@@ -30,7 +31,7 @@ def rank_intervals(state: TrainingState, stager: Stager) -> Iterator[Interval]:
 
 
 def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
-    """Return whether a checkpoint's tensor (name, kind) has a row per rank for this engine's optimizer."""
+    """Return whether the checkpoint's tensor (``name``, ``kind``) has a row per rank of this engine's optimizer."""
     optimizer = state.torch_optimizer
     if not isinstance(optimizer, OneBitOptimizer) or kind != _KIND or not name.startswith(_PREFIX):
         return False
@@ -38,8 +39,8 @@ def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
 
 
 def load_rank_state(state: TrainingState, reading: BatchedRead) -> None:
-    """For a 1-bit optimizer only, add this rank's rows to ``reading``, which gives them to it when it runs; warn and
-    leave out tensors that are of another number of ranks."""
+    """Have ``reading`` read this rank's rows and give them to the optimizer when it runs; nothing unless that is a
+    1-bit one. Tensors of another number of ranks are left out, with a warning on rank 0."""
     optimizer, parts = state.torch_optimizer, state.partition
     if not isinstance(optimizer, OneBitOptimizer):
         return

@@ -13,8 +13,9 @@ _STAGED_BYTES = 256 << 20
 
 
 class BatchedRead:
-    """Collects read requests; `run` performs them with several reads in flight. CPU tensors of the stored dtype are
-    read in place, others through staging memory; once that reaches 256 MiB, the requests so far are performed."""
+    """Collects requests to read from ``checkpoint``; `run` performs them with several reads in flight. CPU tensors of
+    the stored dtype are read in place, others through staging memory; once that reaches 256 MiB, the requests so far
+    are performed."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -24,7 +25,8 @@ class BatchedRead:
         self._staged_bytes = 0
 
     def add(self, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
-        """Request a parameter's ``kind`` (param, master, a moment) from element ``offset`` into 1-D ``out``, cast."""
+        """Request to fill the 1-D ``out`` with a parameter's elements from ``offset`` on, cast. ``kind``: param,
+        master, a moment."""
         dtype = torch_dtype(self.checkpoint.entry(name, kind).dtype)
         target = out
         if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
@@ -36,14 +38,15 @@ class BatchedRead:
             self.run()
 
     def add_weights(self, name: str, offset: int, out: torch.Tensor) -> None:
-        """Request a parameter's elements by `add`: of its weight or master, the one of ``out``'s dtype or the wider."""
+        """Request a parameter's elements as `add` does, from its weight or its master: the one of ``out``'s dtype, else
+        the wider."""
         tensors = self.checkpoint.tensors
         dtypes = {k: torch_dtype(tensors[name, k].dtype) for k in ("param", "master") if (name, k) in tensors}
         exact = [kind for kind, dtype in dtypes.items() if dtype == out.dtype]
         self.add(name, (exact or sorted(dtypes, key=lambda kind: -dtypes[kind].itemsize))[0], offset, out)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once all requests added so far are read, at the latest at the end of `run`."""
+        """Have `run` call ``action`` once all requests added so far are performed."""
         self._then.append(action)
 
     def run(self) -> None:

@@ -23,7 +23,8 @@ Load = Callable[[Path, "str | None", "Checkpoint | None"], "tuple[str, dict[str,
 
 @dataclass(frozen=True)
 class Resumed:
-    """The resumed state: optimizer step ``step``, from the folder ``path`` in ``source``, with its ``client_state``."""
+    """Where a resumed run continues: after optimizer step ``step``, loaded from the folder ``path`` in ``source``, with
+    its ``client_state``."""
 
     step: int
     source: Literal["memory", "disk"]
@@ -33,8 +34,8 @@ class Resumed:
 
 def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, run: str) -> Resumed | None:
     """Load the newest state by ``load`` and log it; return where it continues, None if there is no state. ``root``: the
-    folder of checkpoints; ``run``: see `InMemory.find`. Collective. Raises `zero_ckpt.CheckpointError` on every rank
-    when there are checkpoints and none can be loaded."""
+    folder of checkpoints; ``run``: that folder's name in copies, see `InMemory.find`. Collective. Raises
+    `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded."""
     resumed = _resume(state, memory, root, load, run)
     if resumed is not None and state.reports:
         sizes = state.sizes
@@ -47,7 +48,8 @@ def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, ru
 
 
 def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load, run: str) -> Resumed | None:
-    """Do what `resume` does without a log: the copy in memory comes first unless the disk is newer, then the disk."""
+    """Do what `resume` does, without a log: try the copy in memory first, unless the checkpoint on disk is newer; then
+    the disk."""
     everybody = state.model_part.coordinator or coordinator_of(state)
     found, on_disk = memory.find(run), None
     with suppress(NotFoundError, *(() if found is None else (DamagedError,))):  # damage is logged

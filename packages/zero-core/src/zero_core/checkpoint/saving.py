@@ -31,24 +31,26 @@ from .tier_files import TierFiles
 
 
 class Dialect(Protocol):
-    """Adds to checkpoints what readers of another library's checkpoints look for, or writes them in its format."""
+    """Adds to checkpoints what readers of another library's checkpoints look for, or writes them in that library's
+    format."""
 
     def writer(self, state: TrainingState) -> Callable[..., Path]:
         """Return the function that writes a save, called as `save_sharded` is. Called once, when the engine is made.
         Raises `UsageError` for a format that it does not write."""
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given``, the user's client state, as plain data (JSON types and bytes)."""
+        """Return ``given``, the user's client state, as a checkpoint holds it: plain data (JSON types and bytes)."""
 
     def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
-        """Return small files to write beside the checkpoint's own, contents by name; ``client_state``: plain data."""
+        """Return the contents, by name, of small files to write beside the checkpoint's own; ``client_state``: plain
+        data."""
 
 
 class OwnDialect:
-    """A `Dialect` that adds nothing."""
+    """A `Dialect` that adds nothing to checkpoints of this project's format."""
 
     def writer(self, state: TrainingState) -> Callable[..., Path]:
-        """Return `save_sharded`."""
+        """Return `save_sharded`. Raises `UsageError` if the configuration asks for another format."""
         if (asked := state.config.checkpoint.format) != "native":
             raise UsageError(
                 f'checkpoint.format "{asked}" is for deepspeed.initialize (zero_deepspeed); set it to "native"'
@@ -88,15 +90,16 @@ class Saver:
         return self._background_saver is not None and self._background_saver.is_busy
 
     def take_waited(self) -> float:
-        """Return the seconds for which saves' copies have blocked this rank since the last call of this method."""
+        """Return the seconds for which copies of saves have blocked this rank since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
     def save(
         self, root: Path, tag: str, client_state: Mapping[str, Any], *, save_latest: bool, exclude_frozen: bool
     ) -> None:
-        """Write ``root/tag``. ``save_latest``: name it in the file ``latest``. Collective. Raises `UsageError` on every
-        rank inside an accumulation and for what no checkpoint can hold, `CheckpointError` for a save that failed."""
+        """Write ``root/tag``, or begin to. ``save_latest``: name it in the file ``latest``. Collective. Raises
+        `UsageError` on every rank inside an accumulation and for what no checkpoint can hold, `CheckpointError` for a
+        save that failed."""
         client = self._dialect.client_state(client_state)
         state, parts = self._state, self._state.partition
         named = named_parameters(state.module)
@@ -147,12 +150,13 @@ class Saver:
             self._write(root, tag, intervals.everything(), coordinator=group, **options())
 
     def wait_for_copies(self) -> None:
-        """Wait until a background save, if any, has copied all; then shards, masters and states may be written."""
+        """Wait until a running save has copied everything, after which shards, masters and states may be written."""
         self._await_copies()
         self._states.unblock()
 
     def _await_copies(self) -> None:
-        """Do what `wait_for_copies` does, but leave `optimizer.state` replaced; count the seconds for `take_waited`."""
+        """Wait as `wait_for_copies` does, but do not give `optimizer.state` back to the user; count the seconds for
+        `take_waited`."""
         if self._background_saver is not None:
             began = time.perf_counter()
             self._background_saver.copied()
@@ -164,12 +168,12 @@ class Saver:
         return self._background_saver is not None and self._background_saver.has_failed
 
     def wait(self) -> None:
-        """Wait until the save that was started is on disk. Raises `zero_ckpt.CheckpointError` if it failed."""
+        """Wait until the running save, if any, is on disk. Raises `zero_ckpt.CheckpointError` if it failed."""
         if self._background_saver is not None:
             self._background_saver.wait()
 
     def close(self) -> None:
-        """Finish the save that was started, and end its thread and group. Raises as `wait` does. Idempotent."""
+        """Finish the running save, and end its thread and process group. Raises as `wait` does. Idempotent."""
         self.wait_for_copies()
         if self._background_saver is not None:
             try:
@@ -180,7 +184,8 @@ class Saver:
                 self._group = None
 
     def _open_background_saver(self, group: Coordinator) -> AsyncSaver:
-        """Return the background saver, made at the first call with a process group of its own. Collective then."""
+        """Return the background saver, which the first call makes, with a process group of its own. Collective then.
+        ``group``: the coordinator of saves that block."""
         if self._background_saver is None:
             own: Coordinator = SoloCoordinator()
             if group.world_size > 1:
@@ -207,7 +212,7 @@ def check_room(nbytes: int) -> None:
 def checkpoint_options(
     state: TrainingState, client: dict[str, Any], named: Mapping[str, nn.Parameter], config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a checkpoint's contents besides tensors, as keyword arguments of `save_sharded`. ``client``: the user's
+    """Return what a checkpoint holds besides tensors, as keyword arguments of `save_sharded`. ``client``: the user's
     client state; ``named``: the model's `named_parameters`; ``config``: the configuration as plain data."""
     return {
         "step": state.counters.global_steps,
@@ -241,7 +246,8 @@ def _refuse_inside_accumulation(accumulated: list[int], state: TrainingState) ->
 
 
 def _refuse_restructured(names: list[str]) -> None:
-    """Raise `UsageError` if a rank's model has other parameters than the engine; ``names``: `restructured`, by rank."""
+    """Raise `UsageError` if a rank's model has other parameters than the engine; ``names``: by rank, text on one or
+    ""."""
     other = next(filter(None, names), "")
     if other:
         raise UsageError(
@@ -252,7 +258,7 @@ def _refuse_restructured(names: list[str]) -> None:
 
 
 def _refuse_unsavable(values: list[str]) -> None:
-    """Raise `UsageError` if a rank has states that no checkpoint can hold; ``values``: `unsavable`, by rank."""
+    """Raise `UsageError` if a rank has states that no checkpoint can hold; ``values``: by rank, text on one or ""."""
     value = next(filter(None, values), "")
     if value:
         raise UsageError(
@@ -262,12 +268,12 @@ def _refuse_unsavable(values: list[str]) -> None:
 
 
 def coordinator_of(state: TrainingState) -> Coordinator:
-    """Return the coordinator by which the engine's ranks agree about checkpoints; a solo one for a single rank."""
+    """Return the checkpoint coordinator of the engine's ranks; a solo one for a single rank."""
     group = state.partition.groups.control.process_group
     return SoloCoordinator() if group is None else DistCoordinator(group)
 
 
 def _is_first_of_node(group: Coordinator, node: str) -> bool:
-    """Return whether this rank is the lowest on its ``node`` (a host name). Collective."""
+    """Return whether no lower rank is on the same ``node`` (host name) as this one. Collective."""
     nodes: list[str] = group.all_gather_object(node)
     return nodes.index(node) == group.rank

@@ -13,19 +13,19 @@ from zero_optim import Scheduler
 
 def plain_state(scheduler: Scheduler) -> dict[str, Any]:
     """Return the scheduler's state as None, bool, int, float, str, bytes, lists and maps with string keys. Maps with
-    other keys become lists of pairs, tuples lists, one-element tensors numbers. Functions are left out: a scheduler has
-    them from its construction. Raises `UsageError`, naming the entry, for anything else."""
+    other keys become lists of pairs, tuples lists, one-element tensors numbers. Functions are left out, as the
+    scheduler gets them when it is constructed. Raises `UsageError`, naming the entry, for anything else."""
     state: dict[str, Any] = _plain(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
     return state
 
 
 def load_plain_state(scheduler: Scheduler, state: dict[str, Any]) -> None:
-    """Load a ``state`` that `plain_state` returned, converted to the types in the scheduler's present state."""
+    """Load ``state``, which `plain_state` returned, into the scheduler, in the types that its present state has."""
     scheduler.load_state_dict(_like(scheduler.state_dict(), state))
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return ``value`` as plain data, as `plain_state` says. ``path``: its place in the state, for `UsageError`."""
+    """Return ``value`` as plain data, see `plain_state`. ``path``: where it is in the state, for the `UsageError`."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -42,7 +42,8 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def _like(fresh: Any, stored: Any) -> Any:
-    """Return ``stored`` with its tensors, tuples and maps converted to the types that they have in ``fresh``."""
+    """Return ``stored`` with tensors, tuples and maps as in ``fresh``, a state with the types wanted, at every
+    depth."""
     if isinstance(fresh, torch.Tensor):
         return torch.as_tensor(stored, dtype=fresh.dtype, device=fresh.device).reshape(fresh.shape)
     if isinstance(fresh, tuple) and isinstance(stored, list):

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 
 class StateAccessGate:
-    """Makes accesses to ``optimizer.state`` wait until the states are copied, as a write through
-    ``state["exp_avg"].data`` changes no version counter and a torn copy would pass. ``wait_for_copies`` returns when
-    states may be written. Call order: `block` after a save has begun, `unblock` when all are copied."""
+    """Makes user code that reads ``optimizer.state`` wait until a save has copied it: a write through
+    ``state["exp_avg"].data`` changes no version counter, so that a torn copy would pass. ``wait_for_copies``: returns
+    when states may be written. Call order: `block` after a save has begun, `unblock` when all is copied."""
 
     def __init__(self, wait_for_copies: Callable[[], None]) -> None:
         self._wait_for_copies = wait_for_copies
@@ -20,7 +20,8 @@ class StateAccessGate:
         self._states: MutableMapping[Any, Any] | None = None
 
     def block(self, optimizer: Optimizer) -> None:
-        """Replace ``optimizer.state`` by a mapping that waits, if it is an instance attribute and not replaced yet."""
+        """Replace the dict ``optimizer.state`` by one that waits, unless it is replaced already or no instance
+        attribute."""
         if self._optimizer is None and "state" in vars(optimizer):
             self._optimizer, states = optimizer, optimizer.state
             optimizer.state = self._states = _WaitingDict(states, self._wait_for_copies)  # type: ignore[assignment]
@@ -34,7 +35,7 @@ class StateAccessGate:
 
 
 class _WaitingDict(MutableMapping[Any, Any]):
-    """A mapping that calls ``wait`` before each access to the dict ``inner``, apart from ``len`` and ``in``."""
+    """A mapping over the dict ``inner`` that calls ``wait`` before each access, except by ``len`` and ``in``."""
 
     def __init__(self, inner: Any, wait: Callable[[], None]) -> None:
         self.inner, self._wait = inner, wait
@@ -73,6 +74,6 @@ class _WaitingDict(MutableMapping[Any, Any]):
         return copy.copy, (self._waited(),)
 
     def _waited(self) -> Any:
-        """Wait, then return ``inner``."""
+        """Wait, then return ``inner``, the real dict."""
         self._wait()
         return self.inner

@@ -1,4 +1,5 @@
-"""Seal the files of a rank's tiers, so that a checkpoint can link to them instead of copying them."""
+"""Seal the files of a rank's tiers (they are never written again), so that a checkpoint can link to them instead of
+copying."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class TierFiles:
         self._sealed: list[Sealed] = []
 
     def flush_weights(self) -> frozenset[str]:
-        """Wait for writes of parameter shards; return the names of units whose shards are in files to link, if any."""
+        """Wait for writes of parameter shards. Return the names of the units whose shards are in files that can be
+        linked."""
         store = self._store()
         if store is None:
             return frozenset()
@@ -35,8 +37,8 @@ class TierFiles:
         return store.filed
 
     def seal_weights(self) -> Sealed | None:
-        """Seal and return the files of parameter shards; None if there are none on the file system of ``root``. Raises
-        `BudgetError` if the disk has no room for new files: sealed ones are never written again."""
+        """Seal and return the files of parameter shards; None if the checkpoint cannot link to them. Raises
+        `BudgetError` if the drive has no room for the files that are then written instead."""
         store = self._store()
         if store is None:
             return None
@@ -44,8 +46,8 @@ class TierFiles:
         return self._remembered(store.seal(durable=self._durable, flush=False))
 
     def seal_states(self) -> Sealed | None:
-        """Seal and return the files of optimizer states; None if there are none on the file system of ``root``. Raises
-        `BudgetError` if the disk has no room for new files: sealed ones are never written again."""
+        """Seal and return the files of optimizer states; None if the checkpoint cannot link to them. Raises
+        `BudgetError` if the drive has no room for the files that are then written instead."""
         update = self._update()
         if update is None:
             return None
@@ -58,19 +60,20 @@ class TierFiles:
             sealed.make_durable()
 
     def _remembered(self, sealed: Sealed | None) -> Sealed | None:
-        """Return ``sealed``, kept for `make_durable` if it is not None."""
+        """Keep ``sealed`` for `make_durable`, unless it is None, and return it."""
         self._sealed += [sealed] if sealed is not None else []
         return sealed
 
     def _update(self) -> OffloadedUpdate | DelayedUpdate | None:
-        """Return the optimizer's tier if its files can be linked from `root`; else None."""
+        """Return the optimizer's tier if its files are on the file system of ``root``, for links; else None."""
         update, paths = self._tiers.update, self._zero.offload_optimizer.nvme_path or ()
         if update is None or not update.plan["nvme"]:
             return None
         return update if _share_drive(self._root, paths) else None
 
     def _store(self) -> NvmeStore | None:
-        """Return the store of parameter shards if its files can be linked from `root`; else None."""
+        """Return the store of parameter shards if its files are on the file system of ``root``, for links; else
+        None."""
         store, paths = self._tiers.store, self._zero.offload_param.nvme_path or ()
         return store if isinstance(store, NvmeStore) and _share_drive(self._root, paths) else None
 
@@ -88,6 +91,6 @@ class TierFiles:
 
 
 def _share_drive(folder: Path, paths: Sequence[str]) -> bool:
-    """Return whether ``folder``, which is created if missing, is on the same file system as all of ``paths``."""
+    """Create ``folder`` if it is missing; return whether it is on the same file system as all of ``paths``."""
     folder.mkdir(parents=True, exist_ok=True)
     return all(os.stat(folder).st_dev == os.stat(path).st_dev for path in paths)

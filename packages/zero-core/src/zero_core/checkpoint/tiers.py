@@ -1,4 +1,5 @@
-"""The intervals of weights and states on a tier, and the values that a checkpoint has for a tier."""
+"""The intervals of weights and states on a tier, and the values that a checkpoint has for a tier. ``sealed``: files of
+the tier that a checkpoint links to; None if it cannot."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from .reading import BatchedRead
 
 
 def weight_intervals(store: Residency, unit: Unit, rank: int, sealed: Sealed | None) -> Iterator[Interval]:
-    """Yield the intervals of this rank's shard of a unit in ``store``: linked to its ``sealed`` files if there are any;
-    else views of host memory, valid until the next update; else, for a store on files, read when they are written."""
+    """Yield the intervals of ``rank``'s shard of a unit in ``store``: linked to sealed files if possible; else views of
+    host memory, valid until the next update; else, for a store on files, read when the interval is written."""
 
     def read(fragment: Fragment) -> Any:
-        """Return a copy of the fragment's bytes, read from the store; the writer of the checkpoint calls it."""
+        """Return a copy of the fragment's bytes, read from the store now."""
         shard = store.acquire(unit.name)
         copied = shard[fragment.shard_offset : fragment.shard_offset + fragment.length].to("cpu", copy=True)
         store.release(unit.name, dirty=False)
@@ -44,7 +45,8 @@ def weight_intervals(store: Residency, unit: Unit, rank: int, sealed: Sealed | N
 
 
 def _linked_weights(sealed: Sealed, unit: Unit, fragment: Fragment) -> Iterator[Interval]:
-    """Yield a fragment's intervals in the sealed extents of its shard, without checksums: those are of full extents."""
+    """Yield the intervals of a fragment, one per extent of its shard's sealed files. They have no checksums: a tier's
+    are of full extents."""
     itemsize = unit.plan.dtype.itemsize
     begin, end = fragment.shard_offset * itemsize, (fragment.shard_offset + fragment.length) * itemsize
     for extent in sealed.extents[unit.name]:
@@ -57,8 +59,8 @@ def _linked_weights(sealed: Sealed, unit: Unit, fragment: Fragment) -> Iterator[
 
 
 def _weights(unit: Unit, offset: int, data: Any, fragment: Fragment, length: int) -> Interval:
-    """Return the interval of ``length`` elements of the fragment's parameter, from ``offset`` on. ``data``: their
-    bytes, a file extent, or a function that returns the bytes."""
+    """Return the interval of ``length`` elements of a fragment's parameter, from element ``offset`` of that on.
+    ``data``: their bytes, a file extent, or a function that returns the bytes."""
     entry = fragment.entry
     return Interval(entry.name, "param", entry.shape, dtype_name(unit.plan.dtype), offset, data, length)
 
@@ -66,12 +68,14 @@ def _weights(unit: Unit, offset: int, data: Any, fragment: Fragment, length: int
 def tier_intervals(
     tier: StateTier, unit: Unit, rank: int, sealed: Sealed | None, *, every_replica: bool = False
 ) -> Iterator[Interval]:
-    """Yield the intervals of a unit's states on a tier: linked to ``sealed`` files, else read when they are written,
-    one parameter in memory at a time; and step counts; with ``every_replica`` also step counts that others write."""
+    """Yield the intervals of ``rank``'s states of a unit on ``tier``, and of step counts: linked to sealed files if
+    possible, else read when the interval is written, one parameter in memory at a time. ``every_replica``: also step
+    counts of parameters that begin on another rank."""
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def read(name: str, kind: str) -> Any:
-        """Return the bytes of one kind of a parameter's state; ``kept`` has all kinds of the one read last."""
+        """Return the bytes of one kind of a parameter's state, read from the tier unless it was the parameter read
+        last."""
         if name not in kept:
             kept.clear()
             kept.update(tier.states([name]))
@@ -102,7 +106,8 @@ def tier_intervals(
 
 
 def _linked(sealed: Sealed, key: str, name: str, place: StoredSlice, dtype: torch.dtype) -> Iterator[Interval]:
-    """Yield the intervals of ``place``, a slice of the parameter ``name``'s state, in the sealed extents of ``key``."""
+    """Yield the intervals of ``place``, part of a state of the parameter ``name``, one per extent of the sealed files
+    of ``key``."""
     for extent in sealed.extents[key]:
         data = FileExtent(
             extent.path, extent.file_offset_bytes, extent.nbytes, checksum=extent.checksum or None, owner=sealed
@@ -114,8 +119,8 @@ def _linked(sealed: Sealed, key: str, name: str, place: StoredSlice, dtype: torc
 def tier_values(
     unit: Unit, tier: StateTier, checkpoint: Checkpoint, rank: int, *, optimizer: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return a checkpoint's values of a unit's fragments for its tier: per parameter a dict by kind, with "step" as an
-    int. ``optimizer``: with moments and steps, else masters only. A parameter that the checkpoint lacks is missing."""
+    """Return a checkpoint's values for a tier: for each parameter in ``rank``'s shard that the checkpoint has, its
+    states by kind, with "step" as an int. ``optimizer``: with moments and steps, else only masters."""
     found: dict[str, dict[str, Any]] = {}
     reading = BatchedRead(checkpoint)
     numbers: dict[tuple[str, str], torch.Tensor] = {}
@@ -144,8 +149,8 @@ def tier_values(
 def _add_moment(
     reading: BatchedRead, fragment: Fragment, kind: str, kinds: tuple[str, ...], state: dict[str, Any]
 ) -> None:
-    """Set ``state[kind]`` to a fragment's values, filled when ``reading`` runs: in the stored dtype, or now, in
-    float32, if they are stored quantized and the tier's ``kinds`` have no scales. Unset if the checkpoint lacks it."""
+    """Add a fragment's moment ``kind`` to ``state`` if the checkpoint has it: filled when ``reading`` runs, in the
+    stored dtype, or at once, in float32, if it is stored quantized and the tier's ``kinds`` have no scales."""
     name, shape, offset, length = fragment.entry.name, fragment.entry.shape, fragment.param_offset, fragment.length
     quantized = kind in quantized_moments(reading.checkpoint, name)
     if quantized and f"{kind}_scale" not in kinds:
