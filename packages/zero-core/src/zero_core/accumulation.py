@@ -13,8 +13,7 @@ from .state import TrainingState
 class Accumulation:
     """Counts the micro-batches of a step, whose last one is its boundary, and tells the partition which backward passes
     reduce (it is the partition's `zero_partition.TrainingLoop`). ``on_restart``: called when an accumulation is
-    discarded and starts again. The attribute ``scaled`` is true if the user has called `Engine.scale` since the last
-    step."""
+    discarded. The attribute ``scaled`` is true if the user has called `Engine.scale` since the last step."""
 
     def __init__(self, state: TrainingState, on_restart: Callable[[], None]) -> None:
         self.scaled = False
@@ -36,13 +35,12 @@ class Accumulation:
         return self._state.counters.accumulated + 1 >= self._state.sizes.steps
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Let the current micro-batch and all that follow end an accumulation, each by itself, or let none of them end
-        one."""
+        """Let the current and all later micro-batches end an accumulation, each by itself, or let none of them."""
         self._boundary = is_boundary
 
     def virtual_rank(self) -> int:
-        """Return the current micro-batch's index among those of all ranks in this step: j * N + r for the j-th of rank
-        r of N."""
+        """Return this micro-batch's index among those of all ranks in the step: j * N + r for the j-th of rank r of
+        N."""
         return self._state.counters.accumulated * self._state.sizes.ranks + self._state.sample_rank
 
     def count_micro_batch(self) -> bool:
@@ -71,8 +69,7 @@ class Accumulation:
         return counters.global_steps, counters.micro_steps, counters.global_samples
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Discard the accumulation as `restart` does, and set the counters of micro-batches and of samples (of all
-        ranks)."""
+        """Discard the accumulation as `restart` does, and set the counters of micro-batches and all ranks' samples."""
         self.restart()
         counters = self._state.counters
         counters.micro_steps, counters.global_samples = micro_steps, samples
@@ -80,8 +77,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside the block without reducing them. Raises `UsageError` where every micro-batch is
-        reduced."""
+        """Accumulate gradients in the block without reducing them. Raises `UsageError` if every micro-batch reduces."""
         options = self._state.partition.options
         if options.reduces_each:
             raise UsageError(
@@ -102,8 +98,7 @@ class Accumulation:
         return self._state.partition.options.reduces_each or (self._synchronises and self.is_boundary())
 
     def refuse_plain_backward(self) -> str | None:
-        """Return, as a message, why ``loss.backward()`` without the engine is refused (virtual ranks, an unscaled
-        loss); else None."""
+        """Return a message if ``loss.backward()``, without the engine, is refused (virtual ranks, unscaled loss)."""
         if self._state.loss_scale() != 1.0 and not self.scaled:
             return (
                 "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss), or "
@@ -112,8 +107,7 @@ class Accumulation:
         return self._state.micro_batches.refuse_plain_backward()
 
     def refuse_written_gradients(self) -> str | None:
-        """Return, as a message, why gradients that the user has written are refused (virtual ranks, an unscaled loss);
-        else None."""
+        """Return a message if gradients that the user writes are refused (virtual ranks, unscaled loss); else None."""
         if self._state.config.virtual_ranks:
             return (
                 "with deterministic.across_world_sizes gradients come from backward alone, each virtual rank's by "

@@ -181,8 +181,7 @@ def _report_start(state: TrainingState) -> None:
 
 @contextmanager
 def _abort_all_on_failure(groups: EngineGroups, model_part: ModelPart) -> Iterator[None]:
-    """If the block raises on this rank, make collectives on all ranks raise with that cause, so that none waits for
-    this one."""
+    """If the block raises on this rank, make collectives on all ranks raise with that cause, so that none waits."""
     try:
         yield
     except BaseException as failure:
@@ -192,7 +191,7 @@ def _abort_all_on_failure(groups: EngineGroups, model_part: ModelPart) -> Iterat
 
 
 def _partition_options(config: Config, model: nn.Module) -> PartitionOptions:
-    """Return the options of the partition that ``config`` asks for: stage, dtypes, sizes in elements, codecs, leaf
+    """Return the partition's options that ``config`` asks for: stage, dtypes, sizes in elements, codecs, leaf
     modules."""
     zero = config.zero_optimization
     policy = precision_policy(config)

@@ -66,12 +66,11 @@ class NativeNormSquared:
 
 
 class NativeGridSquares:
-    """A `zero_partition.GridSquares` by the CPU kernel, or by torch: for a norm that any number of ranks computes
-    alike."""
+    """A `zero_partition.GridSquares` by the CPU kernel, or by torch: for norms that any number of ranks sums alike."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 sum of squares of each block of `GRID` elements of ``x``, bitwise as torch does. All
-        blocks are full."""
+        """Return the float64 sum of squares of each block of `GRID` elements of ``x``, all full, bitwise as torch
+        does."""
         if x.device.type != "cpu":
             return grid_squares(x)
         found = torch.empty(x.numel() // GRID, dtype=torch.float64)
@@ -90,7 +89,7 @@ class NativeBlockQuantizer:
         self._elsewhere = DeviceBlockQuantizer()
 
     def quantize_blocks(self, x: torch.Tensor, format: BlockFormat, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the payload (uint8; int4: two per byte) and scales (float32, one per ``block`` elements) of the 1-D
+        """Return payload (uint8; int4: two per byte) and scales (float32, one per ``block`` elements) of the 1-D
         ``x``."""
         if x.device.type != "cpu":
             return self._elsewhere.quantize_blocks(x, format, block)

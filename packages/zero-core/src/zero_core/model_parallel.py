@@ -58,8 +58,7 @@ class ModelParallel:
             )
 
     def open(self) -> ModelPart:
-        """Open the process groups that connect the parts, if there are several, and return this rank's part.
-        Collective."""
+        """Open the process groups that connect the parts, if there are several; return this rank's part. Collective."""
         if self.size == 1:
             return ModelPart(self, UnsplitModel(), None)
         control = Control(open_group(self.model_rows, "gloo"))
@@ -107,8 +106,7 @@ class ModelPart:
 
     @contextmanager
     def share_failure(self, call: str) -> Iterator[None]:
-        """If the block raises `CheckpointError` in one part, raise it in all parts, with ``call`` in the message.
-        Collective."""
+        """If the block raises `CheckpointError` in one part, raise it in all parts, with ``call`` in it. Collective."""
         failure: CheckpointError | None = None
         try:
             yield

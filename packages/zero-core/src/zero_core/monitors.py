@@ -174,8 +174,7 @@ _CLIENTS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
 def check_clients(config: Config) -> None:
-    """Raise ImportError if the client library of a monitor that ``config`` enables is not installed. Called on every
-    rank."""
+    """Raise ImportError, on every rank, if the client library of a monitor that ``config`` enables is missing."""
     for section, module in _CLIENTS.items():
         if getattr(config, section).enabled and find_spec(module) is None:
             raise ImportError(
@@ -192,8 +191,7 @@ def build_monitor(config: Config, rank: int) -> Monitor:
 
 
 def _enabled(config: Config) -> list[Monitor]:
-    """Construct the monitors whose sections ``config`` enables, which opens their files and connections; return
-    them."""
+    """Construct and return the monitors whose sections ``config`` enables, which opens their files and connections."""
     monitors: list[Monitor] = []
     settings = {key: value for key, value in config.raw.items() if key != "comet"}  # that section may hold a secret
     if config.csv_monitor.enabled:

@@ -207,8 +207,8 @@ class Offloading:
         return nullcontext() if self._activations is None else self._activations
 
     def _activation_tier(self, model: nn.Module) -> offload_activations | None:
-        """Return a new context that moves what autograd saves, except parameters of ``model``, to a tier; None if that
-        is off."""
+        """Return a new context that moves what autograd saves, except the model's parameters, to a tier; None if
+        off."""
         section = self._config.offload.activations
         if section.device == "none":
             return None
@@ -273,8 +273,7 @@ class Offloading:
         return "\n".join(lines)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of offloaded activations that wait for backward now, by tier; empty if none are
-        offloaded."""
+        """Return the bytes of offloaded activations that wait for backward now, by tier; empty if none are."""
         return {} if self._activations is None else self._activations.memory()
 
     def _advise_on_threads(self) -> None:
@@ -284,8 +283,7 @@ class Offloading:
         warn_of_one_thread(torch.get_num_threads(), self.processes, logger)
 
     def close(self) -> None:
-        """Write the trace if that is still to be done, remove files of activations, and return kept free memory to the
-        system."""
+        """Write the trace if that is still to be done, remove files of activations, and give kept memory back."""
         if self._activations is not None:
             self._activations.close()
         if self._parking is not None:
@@ -310,8 +308,7 @@ class Offloading:
 
 
 def state_block(config: Config) -> int:
-    """Return the elements per quantization block of offloaded states, which stay together: 256 for 8-bit states, else
-    1."""
+    """Return how many elements of offloaded states share a quantization block: 256 for 8-bit states, else 1."""
     return _BLOCK if config.offload.state_dtype == "int8" else 1
 
 

@@ -78,7 +78,7 @@ def build_optimizer(
 
 
 def _muon(model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Return Muon for matrices, with AdamW for other ``parameters``. Raises `UsageError` for matrices on torch before
+    """Return Muon for matrices, with AdamW for other ``parameters``. Raises `UsageError` for matrices before torch
     2.9."""
     try:
         return MuonWithAdam.from_model(model, parameters, arguments)

@@ -41,8 +41,7 @@ class Parking:
         state.lifetime.parked = True
 
     def reload(self) -> None:
-        """Move back the states that `offload` moved, after which the engine can be used again; do nothing if it moved
-        none."""
+        """Move back what `offload` moved, after which the engine can be used again; do nothing if it moved nothing."""
         if self._parked is not None:
             self._parked.bring_back()
             self._parked, self._state.lifetime.parked = None, False

@@ -95,8 +95,8 @@ def _by_rank(values: list[str]) -> str:
 
 
 def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
-    """Return (path, value) of each value in nested dicts that is no dict or an empty one; ``prefix``: the path of
-    ``value``."""
+    """Return (path, value) of all values in nested dicts that are no dicts or empty ones; ``prefix``: the outer
+    path."""
     if not isinstance(value, dict) or not value:
         return [(prefix, value)]
     return [leaf for key, item in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else str(key), item)]
@@ -137,8 +137,7 @@ def weight_codecs(config: Config) -> tuple[Codec | None, Codec | None]:
 
 
 def codec_lines(config: Config, device: torch.device) -> list[str]:
-    """Return a line for the start-up report on the codecs in use and their implementation on ``device``; none without
-    codecs."""
+    """Return a line for the start-up report on the codecs in use and their implementation; none without codecs."""
     zero, comm = config.zero_optimization, config.comm
     used = []
     if zero.stage >= 3 and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):

@@ -84,7 +84,7 @@ def config_report(config: Config) -> str:
 
 
 def memory_report(state: TrainingState, by: Literal["kind", "unit", "tier"]) -> dict[str, int]:
-    """Return the bytes of model state that this rank holds now, by kind, unit or tier. Raises `UsageError` for another
+    """Return the bytes of model state that this rank holds now, by kind, unit or tier. `UsageError` for another
     ``by``."""
     if by not in ("kind", "unit", "tier"):
         raise UsageError(f"engine.memory_report(by=…): expected 'kind', 'unit' or 'tier', got {by!r}")

@@ -177,8 +177,7 @@ class TrainingState:
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale.scale
 
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of each param group. Raises `UsageError` without an optimizer, and as
-        `check_open`."""
+        """Return each param group's learning rate. Raises `UsageError` without an optimizer, and as `check_open`."""
         return [group["lr"] for group in self.check_trainable("get_lr").param_groups]
 
     def autocast(self) -> AbstractContextManager[object]:

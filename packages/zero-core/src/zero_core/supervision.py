@@ -25,8 +25,7 @@ class Supervisor(Protocol):
         """Return the limits on the size of units to use instead of ``limits``."""
 
     def budget(self, processes: int) -> HostBudget:
-        """Return a new memory budget for this process, which shares the host with ``processes`` - 1 others of the
-        job."""
+        """Return a new memory budget for this process, one of ``processes`` of the job on this host."""
 
     def observer(self, engine: Engine) -> Observer:
         """Return the observer that is to get the losses and steps of ``engine``."""

@@ -23,8 +23,7 @@ _WIDTH = 240  # columns; wider than any table, so that nothing wraps
 
 
 def say(text: str) -> None:
-    """Log ``text`` to the logger ``zero_core`` if logging is set up, else print it, unless ZERO_LOG asks for less
-    output."""
+    """Log ``text`` to the logger ``zero_core`` if logging is set up, else print it, unless ZERO_LOG asks for less."""
     if logger.hasHandlers():
         logger.info("%s", text)
     elif says_progress():

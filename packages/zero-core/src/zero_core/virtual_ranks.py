@@ -52,8 +52,7 @@ class MicroBatches(Protocol):
         """Return the settings that the bits depend on, as plain data for a checkpoint; None if bits are not fixed."""
 
     def mismatch(self, saved: Mapping[str, int] | None) -> str | None:
-        """Return, as a message, why this run cannot continue with the bits of one that saved this `state_dict`; else
-        None."""
+        """Return a message if this run cannot continue with the bits of one that saved this `state_dict`; else None."""
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
         """Continue with the random numbers of the run that saved this `state_dict`; do nothing for None."""
@@ -152,7 +151,7 @@ class VirtualRanks:
                 )
 
     def check_backward(self, step: int, micro: int) -> None:
-        """Raise `UsageError` unless this is the one backward pass that follows this micro-batch's forward pass of the
+        """Raise `UsageError` unless this is the one backward pass after this micro-batch's forward pass of the
         engine."""
         if self._seeded != (step, micro):
             raise UsageError(
@@ -214,8 +213,7 @@ class VirtualRanks:
             self._seed = saved["seed"]
 
     def _summed(self) -> int:
-        """Return how many of this rank's micro-batches in this step are summed in the gradients; the same on every
-        rank."""
+        """Return how many of this rank's micro-batches the gradients have summed in this step; equal on all ranks."""
         found = (g.leaves.added for g in self._partition.runtime.gradients.values() if g.leaves is not None)
         return next(found, 0)
 
@@ -232,8 +230,8 @@ class VirtualRanks:
 
 
 def micro_batches(config: Config, partition: Partition, module: nn.Module) -> MicroBatches:
-    """Return the rules for micro-batches: `VirtualRanks` if ``config`` asks for them, which is collective, or ordinary
-    ones."""
+    """Return the rules for micro-batches: `VirtualRanks` if ``config`` asks for them, which is collective, or
+    ordinary."""
     if not config.virtual_ranks:
         return OrdinaryMicroBatches()
     return VirtualRanks(config.virtual_ranks, getattr(config.deterministic, "seed", None), partition, module)

@@ -14,8 +14,7 @@ _CHUNK = 1 << 24  # elements that come from an accelerator at once
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a 64-bit digest of a tensor's bytes, in hexadecimal. Bypasses checks of the tensor's class. Waits for its
-    device."""
+    """Return a 64-bit hexadecimal digest of a tensor's bytes. Bypasses checks of its class; waits for its device."""
     state = xxhash.xxh3_64()
     with torch._C.DisableTorchFunctionSubclass():
         flat = tensor.detach().contiguous().view(-1)

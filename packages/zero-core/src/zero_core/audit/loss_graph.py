@@ -68,8 +68,7 @@ def _edges_from(roots: Iterable[Node], stops: Iterable[Node]) -> list[Edge]:
 
 
 def _leading_to(leaves: Iterable[Node], edges: Iterable[Edge]) -> set[Node]:
-    """Return the nodes from which one of ``leaves`` can be reached along ``edges``; ``leaves`` themselves are left
-    out."""
+    """Return the nodes, except ``leaves``, from which one of ``leaves`` can be reached along ``edges``."""
     sources: dict[Node, list[Node]] = {}
     for edge in edges:
         sources.setdefault(edge.target, []).append(edge.source)
@@ -84,6 +83,5 @@ def _leading_to(leaves: Iterable[Node], edges: Iterable[Edge]) -> set[Node]:
 
 
 def _is_leaf_of(node: Node, held: set[int]) -> bool:
-    """Return whether ``node`` accumulates the gradient of a parameter; ``held``: the `id`s of the parameters that
-    count."""
+    """Return whether ``node`` accumulates the gradient of a parameter whose `id` is in ``held``."""
     return not node.next_functions and node.name() == _LEAF and id(node.variable) in held  # type: ignore[attr-defined]

@@ -33,8 +33,8 @@ class AuditedUnit:
     module: nn.Module
 
     def obstacle(self) -> str | None:
-        """Return, as a message, why no call of the module can be repeated now (frozen weights, hooks and so on); None
-        if one can."""
+        """Return a message if no call of the module can be repeated now (frozen weights, hooks and so on); else
+        None."""
         if not all(p.requires_grad for p in self.unit.parameters):
             return "some of its weights are frozen now"
         if any(_has_hooks(p) for p in self.unit.parameters):
@@ -227,8 +227,7 @@ class ModuleCall:
     outputs: dict[tuple[Node, int], int] = field(default_factory=dict)
 
     def changed(self, module: nn.Module) -> str | None:
-        """Return, as a message, why a repetition would differ: arguments, attributes or buffers were written; None if
-        none was."""
+        """Return a message if a repetition would differ: arguments, attributes or buffers were written; else None."""
         if any(tensor._version != version for tensor, version in self.versions):
             return "what its module got was written in place"
         if self.attributes != Attributes(module):
@@ -289,7 +288,7 @@ class ModuleRecorder:
 
     @property
     def is_untried(self) -> bool:
-        """Return whether the module was called exactly once and nothing is known to forbid repeating that call, kept or
+        """Return whether the module was called exactly once and nothing known forbids repeating that call, kept or
         not."""
         return self.obstacle is None and self._calls == 1
 
@@ -388,8 +387,7 @@ class CallRecorder:
 
 
 def _is_ordinary(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a plain strided tensor with memory, and not one that a transform of torch.func
-    wraps."""
+    """Return whether ``leaf`` is a plain strided tensor with memory, which no transform of torch.func wraps."""
     if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided or leaf.is_inference():
         return False
     try:

@@ -66,8 +66,7 @@ class RepeatedReductions:
             return averaged.clone()
 
     def _compare(self, again: torch.Tensor) -> None:
-        """Add to `differences` the parameters whose averaged gradient differs from ``again``, an average over the same
-        elements."""
+        """Add to `differences` the parameters whose averaged gradient differs from ``again``, of the same elements."""
         layout = self._gradients.unit.layout
         with self._gradients.averaged() as averaged:
             if averaged.numel() == layout.numel:
@@ -86,7 +85,7 @@ _REPEATS = 3
 
 
 def auditable_units(state: TrainingState) -> list[AuditedUnit]:
-    """Return the trained units whose parameters are exactly the trained ones in a submodule, each with the innermost of
+    """Return the trained units that have exactly the trained parameters of a submodule, each with the innermost of
     these."""
     users: dict[int, set[str]] = {}
     for name, module in state.module.named_modules():
@@ -105,8 +104,7 @@ def auditable_units(state: TrainingState) -> list[AuditedUnit]:
 
 
 def _common_ancestor(names: Sequence[str]) -> str:
-    """Return the name of the innermost module that contains the modules ``names`` (one or more); "" for the model
-    itself."""
+    """Return the name of the innermost module that contains all modules ``names``, at least one; "" for the model."""
     split = zip(*(name.split(".") for name in names), strict=False)
     return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, split))
 
@@ -186,8 +184,7 @@ class Recomputation:
         return found
 
     def _differing(self, again: Sequence[torch.Tensor | None]) -> list[str]:
-        """Return the names of the parameters whose kept gradient differs from ``again``: their gradients, None where
-        unused."""
+        """Return the names of the parameters whose kept gradient differs from that in ``again``, None where unused."""
         found, taken = [], self._taken
         for entry, gradient, present in zip(self.unit.layout.entries, again, self._present, strict=True):
             if taken is not None and gradient is not None and present:
@@ -241,14 +238,12 @@ class Recomputation:
                 self._came_back[place] = gradient, gradient._version
 
     def _check_first(self, number: int, _gradients: Sequence[torch.Tensor | None]) -> None:
-        """Set `obstacle` if the unit's parameter of index ``number`` has got a gradient before; a hook on its leaf
-        node."""
+        """Set `obstacle` if the unit's parameter ``number`` has got a gradient before. A hook on its leaf node."""
         if self._taken is not None or self._gradients.present[number]:
             self.obstacle = "its weights got gradients before, or from a backward pass inside this one"
 
     def _keep_gradient(self, flat: torch.Tensor, present: Sequence[bool]) -> None:
-        """Keep a copy of ``flat``, the unit's gradient buffer, and ``present``, which parameters have a gradient; only
-        once."""
+        """Keep a copy of the unit's gradient buffer ``flat``, and which parameters are ``present`` in it; only once."""
         if self._taken is None:
             self._taken, self._present = flat.clone(), present
 

@@ -33,8 +33,7 @@ class TensorDigest:
 
 @dataclass(frozen=True)
 class TierDigests:
-    """The digests of this rank's states on a tier, by (parameter, kind), and how often the tier had been written until
-    then."""
+    """The digests of this rank's states on a tier, by (parameter, kind), and how often the tier had been written."""
 
     digests: dict[tuple[str, str], str]
     writes: int
@@ -118,8 +117,7 @@ class _Weights:
         self._acquired: tuple[Unit, torch.Tensor] | None = None
 
     def equal_rounded(self, name: str, master: torch.Tensor) -> bool:
-        """Return whether this rank's weights of the parameter ``name`` are bitwise ``master``, rounded to their
-        dtype."""
+        """Return whether this rank's weights of the parameter ``name`` are bitwise ``master``, rounded."""
         unit, fragment = self._places[name]
         if self._acquired is None or self._acquired[0] is not unit:
             self.release()

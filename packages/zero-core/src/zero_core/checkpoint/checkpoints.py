@@ -149,8 +149,7 @@ class Checkpoints:
         self.save(root, None, {}, save_latest=True, exclude_frozen=False)
 
     def _load_everything(self, root: Path, tag: str | None, opened: Checkpoint | None) -> tuple[str, dict[str, Any]]:
-        """Load all of ``root/tag`` that this engine has; return its path and client state. ``opened``: the checkpoint,
-        if open."""
+        """Load all of ``root/tag`` that this engine has; return its path and client state. ``opened``: it, if open."""
         wanted = LoadChoice(True, self._state.optimizer is not None, scheduler=True, counters=True, opened=opened)
         return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
 

@@ -39,8 +39,7 @@ class InMemory:
         self._group: dist.ProcessGroup | None = None
 
     def check(self, run: str | None) -> None:
-        """Raise `UsageError` if copies are to be made, but neither a path, ``run`` nor ``checkpoint.path`` names a
-        folder."""
+        """Raise `UsageError` if copies are asked for, but no path, ``run`` or ``checkpoint.path`` names a folder."""
         if self._every:
             key = "checkpoint.in_memory"
             require_folder(f"{key}.every is {self._every}", f"{key}.path", self._path or run or self._disk)
@@ -70,8 +69,7 @@ class InMemory:
         return self._open(run).find(lambda manifest: _is_of(manifest, run)) if self._every else None
 
     def fetch(self, found: Found, run: str) -> Path:
-        """Copy the files of ``found`` that this node's ranks need from other nodes; return the folder that has its tag.
-        Collective."""
+        """Copy the files of ``found`` that this node's ranks lack to it; return the folder with its tag. Collective."""
         return self._open(run).fetch(found, lambda manifest: files_to_read(self._state, manifest)).parent
 
     @property
@@ -111,8 +109,7 @@ class InMemory:
 
 
 def _is_of(manifest: Manifest, run: str) -> bool:
-    """Return whether the copy with this ``manifest`` is of the run ``run`` or of no named one; if not, log a
-    warning."""
+    """Return whether the copy with this ``manifest`` is of the run ``run`` or of none; if not, log a warning."""
     kept = manifest.client_state.get(_RUN) if isinstance(manifest.client_state, dict) else None
     if kept in (None, run):
         return True
@@ -138,7 +135,7 @@ def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:
 
 
 def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
-    """Return, by parameter name, the ranges of elements [first, end) that this rank loads of weights, masters and
+    """Return, by parameter name, the element ranges [first, end) that this rank loads of weights, masters and
     states."""
     parts, sharded = state.partition, state.optimizer
     spans: dict[str, list[tuple[int, int]]] = {}

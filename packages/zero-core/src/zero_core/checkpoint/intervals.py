@@ -69,8 +69,7 @@ class StateIntervals:
         self._versions: dict[int, int] = {}
 
     def everything(self) -> Iterator[Interval]:
-        """Yield all intervals. Data on a tier are read only as the intervals are written, so nothing may change until
-        then."""
+        """Yield all intervals. Data on a tier are read as intervals are written, so nothing may change until then."""
         if self._writes_nothing:
             return
         self._linked = self._files.flush_weights()
@@ -89,8 +88,7 @@ class StateIntervals:
         self._state.partition.runtime.edits.settle_masters([unit for unit in units if unit.index not in followed])
 
     def memory(self) -> list[memoryview]:
-        """Return the bytes of those weights in host memory that user code can write. The caller copies them now, for
-        `later`."""
+        """Return the bytes of weights in host memory that user code can write, for the caller to copy for `later`."""
         if self._writes_nothing:
             return []
         self._copied = [(unit, weights) for unit in self._units if (weights := self._weights_to_copy(unit)) is not None]
@@ -156,8 +154,7 @@ class StateIntervals:
         return self._mastered.get(unit.index) is not None
 
     def _shard(self, unit: Unit) -> torch.Tensor:
-        """Return this rank's shard of a unit, which is on the device; not for shards in a store, which had to be
-        released again."""
+        """Return this rank's shard of a unit, which is on the device. A shard in a store would have to be released."""
         return self._state.partition.residency.acquire(unit.name)
 
     def _weights_to_copy(self, unit: Unit) -> torch.Tensor | None:
@@ -210,8 +207,7 @@ class StateIntervals:
             yield from self._fragment(fragment, "param", piece, stays=unit.releasable)
 
     def _masters_and_tier(self, unit: Unit) -> Iterator[Interval]:
-        """Yield the intervals of a unit's master, if that has another dtype than the weights, and of its states on a
-        tier."""
+        """Yield the intervals of a unit's master, if of another dtype than the weights, and of its states on a tier."""
         parts = self._state.partition
         if has_own_master(unit):
             ranks = parts.owned_ranks() if self._every_replica else range(parts.rank, parts.rank + 1)
@@ -251,8 +247,7 @@ class StateIntervals:
                 yield from self._stager.intervals(name, "param", parameter.contiguous())
 
     def _fragment(self, fragment: Fragment, kind: str, piece: torch.Tensor, *, stays: bool) -> Iterator[Interval]:
-        """Return the intervals of the elements ``piece`` of a fragment; ``stays``: nothing writes them before they are
-        copied."""
+        """Return the intervals of a fragment with elements ``piece``; ``stays``: not written before it is copied."""
         entry = fragment.entry
         return self._stager.intervals(
             entry.name, kind, piece, shape=entry.shape, offset=fragment.param_offset, stays=stays

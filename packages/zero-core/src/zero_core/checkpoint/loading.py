@@ -131,7 +131,7 @@ def _fill_units(state: TrainingState, reading: BatchedRead, wanted: LoadChoice) 
 
 
 def _is_filled_by_gather(state: TrainingState, unit: Unit) -> bool:
-    """Return whether loading a unit's weights fills its master, as that shares memory with its shard or the gathered
+    """Return whether loading a unit's weights fills its master, which shares memory with its shard or its flat
     buffer."""
     parts = state.partition
     if unit.master is None or not isinstance(parts.residency, DeviceResidency):
@@ -168,8 +168,7 @@ def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
 
 
 def _drop_unstarted(state: TrainingState, owned: OwnedFragment, kept: dict[str, Any]) -> None:
-    """Remove the state of ``owned`` if it has no step taken: a tier saves moments before the first step. ``kept``: that
-    state."""
+    """Remove the state of ``owned``, which is ``kept``, if no step was taken: a tier saves moments before the first."""
     if state.optimizer is not None and not kept["step"]:
         state.optimizer.replace_state(owned, None)
 

@@ -25,8 +25,7 @@ class Notices:
         self._heard = 0
 
     def before_step(self, *, leads: bool) -> None:
-        """Put this rank's failed saves and copies into the step's messages and, if it ``leads`` (is rank 0), a save
-        that is due."""
+        """Put this rank's failed saves and copies, and on rank 0 (``leads``) a due save, into the step's messages."""
         due = _DUE if leads and self._periodic.is_due() else 0
         failed = _SAVE_FAILED if self._saver.has_failed else 0
         self._watched.announced = due | failed | (_COPY_FAILED if self._in_memory.has_failed else 0)
@@ -36,8 +35,7 @@ class Notices:
         self._heard, self._watched.announced = self._watched.heard, 0
 
     def check(self) -> None:
-        """Raise the `CheckpointError` of this rank's save or copy if any rank announced that it failed there; wait for
-        it first."""
+        """If any rank announced a failed save or copy, wait for this rank's, and raise its `CheckpointError`."""
         if self._heard & _SAVE_FAILED:
             self._saver.wait()
         if self._heard & _COPY_FAILED:

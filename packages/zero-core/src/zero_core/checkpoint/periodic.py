@@ -35,8 +35,7 @@ class Periodic(Protocol):
         """Return, on rank 0, whether all ranks must be told to save after the step that begins."""
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """Call ``save`` with a folder if a save is due now; ``due``: what `is_due` returned on rank 0. Collective if it
-        saves."""
+        """Call ``save`` with a folder if a save is due; ``due``: rank 0's `is_due`. Collective if it saves."""
 
 
 class Never:
@@ -121,8 +120,7 @@ class Automatic:
 
 
 def require_folder(setting: str, key: str, folder: str | None) -> None:
-    """Raise `UsageError` if ``folder`` is None. ``setting``: text on what needs it; ``key``: the key that could name
-    it."""
+    """Raise `UsageError` if ``folder`` is None. ``setting``: text on what needs it; ``key``: the key that names it."""
     if folder is None:
         raise UsageError(
             f"{setting}, but no folder is known: set {key}, or call engine.resume(folder) before the first step"
@@ -139,8 +137,7 @@ def interval_text(chosen: ChosenInterval, chooser: IntervalChooser) -> str:
 
 
 def periodic_of(state: TrainingState, saver: Saver) -> Periodic:
-    """Return the `Periodic` for the configuration's ``checkpoint.interval``. Raises `UsageError` for "auto" under an
-    mpu."""
+    """Return the `Periodic` for ``checkpoint.interval``. Raises `UsageError` for "auto" under an mpu."""
     section = state.config.checkpoint
     check_interval(state.config, is_whole=state.model_part.place.size == 1)
     if section.interval is None:

@@ -19,7 +19,7 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str, Any]:
-    """Return the training state besides tensors as plain data by name; ``client_state``, the user's, is under
+    """Return the training state besides tensors as plain data by name; the user's ``client_state`` is under
     "client"."""
     return {
         "client": client_state,
@@ -42,8 +42,7 @@ def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def load_counters(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Load the counters, the seed of virtual ranks and, if the world size is the same, the states of random
-    generators."""
+    """Load the counters, the seed of virtual ranks and, if the world size is the same, random generators' states."""
     for name, value in engine_state(checkpoint)["counters"].items():
         setattr(state.counters, name, value)
     state.partition.runtime.step = state.counters.global_steps
@@ -93,8 +92,7 @@ def load_hyperparameters(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_position(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Load the data loader's position, if there is a loader. Log a warning on rank 0 if the checkpoint has no
-    position."""
+    """Load the data loader's position, if there is a loader. Warn on rank 0 if the checkpoint has no position."""
     loader, position = state.attached.loader, engine_state(checkpoint)["data"]
     if loader is None:
         return

@@ -21,8 +21,7 @@ _SECOND_MOMENTS = frozenset(["exp_avg_sq", "sum"])
 
 
 class StoredSlice(NamedTuple):
-    """Part of a tensor in a checkpoint: the tensor's kind and full shape, and ``length`` elements from ``offset`` on,
-    flat."""
+    """Part of a checkpoint's tensor: its kind and full shape, and ``length`` elements from ``offset`` on, flat."""
 
     kind: str
     shape: tuple[int, ...]

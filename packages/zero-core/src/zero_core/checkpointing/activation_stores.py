@@ -1,4 +1,4 @@
-"""Stores that keep the inputs of segments until backward."""
+"""Stores that keep the inputs of segments until backward. A segment is a part of the model that backward runs again."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ Kept = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
 class ActivationStore(Protocol):
-    """Stores inputs of segments."""
+    """Stores inputs of segments. `keep` returns the tensor to store in place of an input, and the function that
+    backward calls to turn that tensor into the input again."""
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """Return the tensor to store of an input, and a function from that to the input. ``position``: the input's
-        number in its segment, from 1."""
+        """Return (tensor to store, function that restores ``tensor`` from it). ``position``: the input's number in its
+        segment, from 1."""
 
     def reset(self) -> None:
         """Free buffers that no stored tensor uses."""
 
 
 class PlainStore:
-    """An `ActivationStore` that keeps the input itself."""
+    """An `ActivationStore` that stores the input itself."""
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """Return ``tensor`` itself and the identity."""
+        """Return (``tensor``, the identity)."""
         return tensor, _identity
 
     def reset(self) -> None:
@@ -38,15 +39,16 @@ class PlainStore:
 
 
 class PartitionedStore:
-    """An `ActivationStore` that shards inputs over ``process_group``, whose ranks have equal inputs, into ``inner``."""
+    """An `ActivationStore` that stores only this rank's shard of each input, by the store ``inner``. ``process_group``:
+    the ranks to shard over, which have equal inputs."""
 
     def __init__(self, process_group: dist.ProcessGroup, inner: ActivationStore) -> None:
         self._group = Group(process_group)
         self._inner = inner
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """Store this rank's shard, padded to equal sizes, in ``inner``; return what that stores, and the collective
-        function that restores the input. An input with fewer elements than ranks is stored in full."""
+        """Return what ``inner`` stores of this rank's shard, padded to equal sizes, and the collective function that
+        restores the input. An input with fewer elements than ranks is stored in full."""
         ranks, rank = self._group.world_size, self._group.rank
         if ranks == 1 or tensor.numel() < ranks:
             return self._inner.keep(tensor, position)
@@ -63,15 +65,16 @@ class PartitionedStore:
         self._inner.reset()
 
     def _gathered(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return the tensor of ``shape`` whose padded shard ``part`` is. Collective."""
+        """Return the tensor of ``shape``, gathered from the ranks' padded shards, of which ``part`` is this rank's.
+        Collective."""
         full = part.new_empty(part.numel() * self._group.world_size)
         self._group.all_gather(full, part, Tag("gather", "a checkpointed activation", NO_STEP)).wait()
         return full[: shape.numel()].view(shape)
 
 
 class ContiguousStore:
-    """An `ActivationStore` that copies inputs of one size into one buffer with room for ``number`` segments, so that
-    memory is not fragmented. Raises `UsageError` for a ``number`` below 1."""
+    """An `ActivationStore` that copies inputs of one size into one buffer with a slot for each of ``number`` segments,
+    so that memory is not fragmented. Raises `UsageError` for a ``number`` below 1."""
 
     def __init__(self, number: int) -> None:
         if number < 1:
@@ -83,7 +86,7 @@ class ContiguousStore:
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], _Slots] = {}
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """Return a copy of ``tensor`` in a free slot, and the identity. Raises `UsageError` if no slot is free."""
+        """Return (a copy of ``tensor`` in a free slot, the identity). Raises `UsageError` if no slot is free."""
         key = (position, tensor.numel(), tensor.dtype, tensor.device)
         if key not in self._buffers:
             self._buffers[key] = _Slots(tensor, self._number)
@@ -91,7 +94,7 @@ class ContiguousStore:
         return slot.copy_(tensor), _identity
 
     def reset(self) -> None:
-        """Drop the buffers; slots in use keep their buffer alive."""
+        """Drop the buffers. Slots that are in use keep the memory of theirs."""
         self._buffers.clear()
 
 
@@ -103,7 +106,7 @@ class _Slots:
         self._free = list(range(number))[::-1]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a free slot in the shape of ``tensor``, not filled yet. Raises `UsageError` if none is free."""
+        """Return a free slot, uninitialised, in the shape of ``tensor``. Raises `UsageError` if none is free."""
         if not self._free:
             raise UsageError(
                 f"{self._memory.shape[0]} segments with an input of shape {tuple(tensor.shape)} wait for backward "
@@ -117,5 +120,5 @@ class _Slots:
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` itself: the unpack function of `PlainStore`."""
+    """Return ``tensor`` itself: restores inputs that are stored as they are."""
     return tensor

@@ -50,20 +50,22 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """Return ``function(*args, **kwargs)``, run again in backward; ``use_reentrant``: by torch's older variant."""
+    """Return ``function(*args, **kwargs)``, whose activations backward computes again. ``use_reentrant``: torch's older
+    variant."""
     return _current().checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `checkpoint` with ``use_reentrant=False``."""
+    """Return `checkpoint` of the same arguments with ``use_reentrant=False``."""
     return _current().checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def reset() -> None:
-    """Free the contiguous buffers, as after forward passes without backward; `configure`'s settings stay in force."""
+    """Free the contiguous buffers, as is needed after forward passes without backward. `configure`'s settings stay in
+    force."""
     _current().reset()
 
 
 def _current() -> Checkpointing:
-    """Return the object that the functions use, as the package's docstring says."""
+    """Return the `Checkpointing` object that the functions use here, see the package's docstring."""
     return _CONFIGURED.get() or running() or _PLAIN

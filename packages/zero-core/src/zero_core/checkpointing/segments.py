@@ -27,7 +27,8 @@ _RUNNING: ContextVar[Checkpointing | None] = ContextVar("zero_core_checkpointing
 
 @dataclass
 class Profile:
-    """The cost of segments since the last step: the number run and recomputed, and the seconds for each."""
+    """The cost of segments since the last step: the number run forward, the number run again, and the seconds of
+    each."""
 
     segments: int = 0
     forward: float = 0.0
@@ -35,7 +36,7 @@ class Profile:
     recomputation: float = 0.0
 
     def __str__(self) -> str:
-        """Return the numbers and seconds in words, for the log."""
+        """Return both numbers and both times as text for the log."""
         return (
             f"{self.segments} segments in {self.forward:.3f} s forward, "
             f"{self.recomputed} recomputed in {self.recomputation:.3f} s"
@@ -69,15 +70,16 @@ class Checkpointing:
             )
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)`` without storing what autograd saves in it: backward runs it again.
-        ``use_reentrant``: torch's older variant, which needs an input that requires gradients and takes no keywords."""
+        """Return ``function(*args, **kwargs)`` without storing what autograd saves in it: backward runs the function
+        again. ``use_reentrant``: torch's older variant, which needs an input that requires gradients and takes no
+        keywords."""
         segment = _Segment(self, function)
         with self.storing_inputs():
             return torch_checkpoint(segment, *args, use_reentrant=use_reentrant, **kwargs)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have the functions of this package use this object inside the block, unless `configure` was called."""
+        """Let the functions of this package use this object inside the block, unless `configure` was called."""
         token = _RUNNING.set(self)
         try:
             yield
@@ -85,7 +87,8 @@ class Checkpointing:
             _RUNNING.reset(token)
 
     def after_step(self, *, reports: bool) -> None:
-        """With ``profile``, log the cost of segments since the last step if this rank ``reports``, and begin again."""
+        """With ``profile``, log the cost of segments since the last step if this rank ``reports``, and start counting
+        again."""
         if self.section.profile and self.profile.segments:
             if reports:
                 logger.info("activation checkpointing: %s", self.profile)
@@ -97,7 +100,8 @@ class Checkpointing:
 
     @contextmanager
     def storing_inputs(self) -> Iterator[None]:
-        """Put what autograd saves inside the block (under torch's checkpoint a segment's inputs) into the store."""
+        """Store what autograd saves inside the block as ``section`` says; under torch's checkpoint that is a segment's
+        inputs."""
         if isinstance(self._store, PlainStore) and self._offload is None:
             yield
             return
@@ -120,7 +124,8 @@ def running() -> Checkpointing | None:
 
 
 class _Segment:
-    """The user's function of one segment, which torch calls once in forward and again in backward."""
+    """The function of one segment, which torch calls once in forward and again in backward. ``owner``: runs the
+    segment."""
 
     def __init__(self, owner: Checkpointing, function: Callable[..., Any]) -> None:
         self._owner = owner
@@ -128,7 +133,8 @@ class _Segment:
         self._ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the function's result; time the run if segments wait for the accelerator. Any thread may call it."""
+        """Run the function and return its result. Time the run if segments wait for the accelerator. Any thread may
+        call it."""
         again, self._ran = self._ran, True
         with self._owner.running():  # backward may come on a thread of autograd's, whose context is empty
             if not self._owner._synchronizes():
@@ -142,7 +148,7 @@ class _Segment:
                 self._count(time.perf_counter() - start, again)
 
     def _count(self, seconds: float, again: bool) -> None:
-        """Add a run of ``seconds`` to the profile; ``again``: it was a recomputation."""
+        """Add a run of ``seconds`` to the owner's profile; ``again``: a recomputation in backward."""
         profile = self._owner.profile
         if again:
             profile.recomputed, profile.recomputation = profile.recomputed + 1, profile.recomputation + seconds
@@ -165,7 +171,7 @@ class _Inputs:
         self._position = 0
 
     def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Store one input; return the function that backward calls to restore it."""
+        """Store one input of the segment; return a function without arguments that restores the input in backward."""
         if not tensor.numel():  # torch before 2.12 saves one of its own beside the inputs
             empty = tensor.detach()
             return lambda: empty
@@ -190,6 +196,6 @@ def _saved_tensors_hooks() -> Hooks | None:
 
 
 def _synchronize() -> None:
-    """Wait for all work of the present accelerator, if there is one."""
+    """Wait until the current accelerator, if there is one, has finished its work."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

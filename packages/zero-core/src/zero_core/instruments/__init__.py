@@ -1,4 +1,5 @@
-"""Measure a run: times, operations, bytes, memory, metrics. Read `instruments.py` first; each other file has one."""
+"""Measure a run: times, operations, bytes, memory, metrics. Read `instruments.py` first; each other file measures one
+thing."""
 
 from __future__ import annotations
 

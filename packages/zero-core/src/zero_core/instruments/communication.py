@@ -28,7 +28,8 @@ _KNOWN = ("gather", "reduce", "publish", "broadcast", "control", "checkpoint", "
 
 
 def chosen_phases(config: Config) -> frozenset[str] | None:
-    """Return the ledger's phases that ``comms_logger`` asks for; None for all. Raises `UsageError` for unknown ones."""
+    """Return the phases of collectives that ``comms_logger`` names; None for all. Raises `UsageError` for unknown
+    names."""
     section = config.comms_logger
     if section.prof_all or not section.prof_ops:
         return None
@@ -43,8 +44,8 @@ def chosen_phases(config: Config) -> frozenset[str] | None:
 
 
 def communication_table(ledger: Ledger, phases: frozenset[str] | None = None, steps: int = 0) -> str:
-    """Return a table of the collectives and MiB that this rank sent since the start, in all and to other nodes, by
-    phase and by unit or parameter. ``phases``: None for all; ``steps``: the divisor for MiB per step."""
+    """Return a table of the collectives in ``ledger``, by phase and by unit or parameter: their number, and MiB sent by
+    this rank in all and to other nodes. ``phases``: None for all; ``steps``: the divisor for MiB per step."""
     rows: dict[tuple[str, str], tuple[int, int, int]] = {}
     for phase, name, row in ledger:
         if phases is None or phase in phases:
@@ -62,22 +63,23 @@ def communication_table(ledger: Ledger, phases: frozenset[str] | None = None, st
 
 
 class PrintingLedger(Ledger):
-    """A ledger that also prints or logs every collective of ``phases`` (None: all) as it starts, for ``verbose``."""
+    """A ledger that also prints or logs each collective of ``phases`` (None: all) when it starts."""
 
     def __init__(self, phases: frozenset[str] | None) -> None:
         super().__init__()
         self._phases = phases
 
     def count(self, tag: Tag, sent_bytes: int, across_bytes: int = 0) -> None:
-        """Add one collective, and print it if its phase is among the chosen ones."""
+        """Count one collective, and print it if its phase is one of ``phases``. Bytes are those that this rank
+        sends."""
         super().count(tag, sent_bytes, across_bytes)
         if self._phases is None or tag.phase in self._phases:
             say(f"{tag}: {sent_bytes:,} bytes sent" + (f", {across_bytes:,} to other nodes" if across_bytes else ""))
 
 
 def ledger_for(config: Config, rank: int) -> Ledger:
-    """Return the ledger that ``comms_logger`` asks for on ``rank``; only rank 0 prints collectives. It times those on
-    devices if it is enabled or ``wall_clock_breakdown`` is."""
+    """Return a new ledger as ``comms_logger`` asks for it; only rank 0 prints collectives. It measures times on devices
+    if ``comms_logger`` is enabled or ``wall_clock_breakdown`` is on."""
     phases = chosen_phases(config)
     section = config.comms_logger
     ledger = PrintingLedger(phases) if section.enabled and section.verbose and rank == 0 else Ledger()

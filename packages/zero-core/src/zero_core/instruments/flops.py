@@ -51,8 +51,9 @@ class FlopsProfile:
 
     @contextmanager
     def during(self, part: str, step: int) -> Iterator[None]:
-        """In step ``profile_step`` count the first forward pass in train mode with gradients, and the first backward
-        pass after it, and time the "step"; else only run the block. ``step``: the present one."""
+        """Run ``part`` ("forward", "backward" or "step") of step ``step`` in the block. In step ``profile_step`` count
+        the operations of the first forward pass for training and of the first backward pass after it, and time the
+        "step"."""
         first = step == self._section.profile_step and part not in self._parts
         if self._done or not first or not self._expects(part):
             yield
@@ -66,8 +67,8 @@ class FlopsProfile:
             self._modules.flops = {name: sum(c.values()) for name, c in counter.get_flop_counts().items()}
 
     def after_step(self, step: int, samples: int) -> None:
-        """Report, once, after ``step`` if that was counted: to ``output_file``, else to the log or standard output.
-        ``samples``: in one micro-batch on this rank."""
+        """After the step that was counted, report once: to ``output_file``, else to the log or standard output.
+        ``step``: the step just taken; ``samples``: in one micro-batch on this rank."""
         if step < self._section.profile_step or self._done or "forward" not in self._parts:
             return
         self._done = True
@@ -80,7 +81,8 @@ class FlopsProfile:
         path.write_text(text + "\n", encoding="utf-8")
 
     def _expects(self, part: str) -> bool:
-        """Return whether to count ``part``: a forward pass for training, and backward and step after it."""
+        """Return whether ``part`` comes next: a forward pass for training, or backward and step after one was
+        counted."""
         if part == "forward":
             return self._module.training and torch.is_grad_enabled()
         return "forward" in self._parts
@@ -93,7 +95,7 @@ class FlopsProfile:
 
     @contextmanager
     def _timed_modules(self, wanted: bool) -> Iterator[None]:
-        """If ``wanted``, time every module's forward calls inside the block, by hooks."""
+        """Time every module's forward calls inside the block, by hooks, if ``wanted``; else only run the block."""
         if not wanted:
             yield
             return
@@ -102,11 +104,11 @@ class FlopsProfile:
         handles = []
 
         def enter(_module: nn.Module, _inputs: Any) -> None:
-            """Push the time at which the call begins: the forward pre-hook."""
+            """Note the time at which a call begins. The forward pre-hook."""
             open_calls.append(self._now())
 
         def leave(name: str, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-            """Add the seconds of the call that ends to those of the module ``name``: its forward hook."""
+            """Add the seconds of the call that ends to those of the module ``name``. The forward hook."""
             seconds[name] = seconds.get(name, 0.0) + self._now() - open_calls.pop()
 
         for name, module in self._module.named_modules():
@@ -119,7 +121,7 @@ class FlopsProfile:
                 handle.remove()
 
     def _format_report(self, step: int, samples: int) -> str:
-        """Return the report as text; ``samples``: in one micro-batch on this rank."""
+        """Return the report on ``step`` as text; ``samples``: in one micro-batch on this rank."""
         root = type(self._module).__name__
         rows = [
             (
@@ -150,13 +152,13 @@ class FlopsProfile:
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[tuple[int, str, int]]:
-        """Yield (depth, name, operations in forward) of every module, parents first."""
+        """Yield (depth, name, operations in forward) for every module, parents first."""
         root = type(self._module).__name__
         named = list(self._module.named_modules())
         counted = {name: self._modules.flops.get(f"{root}.{name}" if name else root) for name, _ in named}
 
         def flops(name: str, module: nn.Module) -> int:
-            """Return the operations counted; of a container that is never called, its children's."""
+            """Return the operations of a module; of a container that was never called, the sum over its children."""
             found = counted[name]
             children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
             return found if found is not None else sum(flops(key, child) for key, child in children if key in counted)
@@ -165,12 +167,13 @@ class FlopsProfile:
             yield (name.count(".") + 1 if name else 0), name, flops(name, module)
 
     def _cell(self, row: tuple[int, str, int]) -> str:
-        """Return a row of `_rows` as text: name and operations."""
+        """Return "name operations" as text, of a row of `_rows`."""
         _, name, flops = row
         return f"{name or type(self._module).__name__} {scaled(flops, 'FLOP')}"
 
     def _module_table(self, modules: list[tuple[int, str, int]], root: str) -> str:
-        """Return ``modules``, rows of `_rows`, as a table; ``root``: the model's name in it."""
+        """Return a table with a line for each of ``modules``, rows of `_rows`; ``root``: what the model is called in
+        it."""
         whole = max(modules[0][2], 1)
         owned = {name: sum(p.numel() for p in m.parameters()) for name, m in self._module.named_modules()}
         return table(

@@ -53,7 +53,7 @@ class Timers:
             self._events.append((part, first, last))
 
     def take(self) -> dict[str, float]:
-        """Return the milliseconds of each part since the last call, and reset them. Waits for the device."""
+        """Return the milliseconds of each part since the last call, and begin at zero again. Waits for the device."""
         for part, first, last in self._events:
             last.synchronize()
             self._seconds[part] = self._seconds.get(part, 0.0) + first.elapsed_time(last) / 1e3
@@ -71,7 +71,7 @@ class NoTimers:
         return _NOTHING
 
     def take(self) -> dict[str, float]:
-        """Return no times."""
+        """Return an empty dict."""
         return {}
 
 
@@ -83,26 +83,28 @@ class Instruments(Protocol):
     """Measures an engine. Call order: per micro-batch `during` around each part, `loss`; at a boundary `after_step`."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
-        """Return a context that measures one of `PARTS`, or "save", in which a checkpoint blocks training."""
+        """Return a context in which ``part`` runs and is measured: one of `PARTS`, or "save", where a save blocks
+        training."""
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch, divided by the accumulation steps, for the step's metrics."""
+        """Take the loss of a micro-batch, divided by the accumulation steps; the step's metrics have the sum of
+        these."""
 
     def after_step(self) -> None:
-        """Write the metrics and reports of a step, taken or skipped. May wait for the device."""
+        """Write the metrics and reports of the step that has ended, taken or skipped. May wait for the device."""
 
     def saved(self, path: Path) -> None:
-        """Record that the checkpoint in ``path`` was written, or is being written in the background."""
+        """Note that a checkpoint in ``path`` was written, or is being written in the background."""
 
     def flush(self) -> None:
-        """Write all measurements so far, as they are about to be read."""
+        """Write out all measurements so far, as someone is about to read them."""
 
     def close(self) -> None:
-        """Write all measurements and stop, as the engine is being destroyed."""
+        """Write out all measurements and stop measuring."""
 
 
 class NoInstruments:
-    """An `Instruments` that measures nothing: none is enabled, or this is not rank 0."""
+    """An `Instruments` that measures nothing, where none is enabled and on other ranks than 0."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
         """Return a null context."""
@@ -116,7 +118,8 @@ class NoInstruments:
 
 
 class ProgressLines(NoInstruments):
-    """An `Instruments` for rank 0 that says progress every ``steps_per_print`` steps; where null, every ``seconds``."""
+    """An `Instruments` for rank 0 that prints a progress line every ``steps_per_print`` steps; if null, every
+    ``seconds``."""
 
     def __init__(self, state: TrainingState, seconds: float = 10.0) -> None:
         self._state = state
@@ -126,11 +129,11 @@ class ProgressLines(NoInstruments):
         self._since = time.perf_counter()
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep a micro-batch's loss for the next progress line."""
+        """Keep the loss of a micro-batch for the progress line, until the step ends."""
         self._losses.append(loss)
 
     def after_step(self) -> None:
-        """Print or log (`say`) the line if one is due; that waits for the loss of an accelerator."""
+        """Print or log the progress line if one is due, which waits for an accelerator to compute the loss."""
         self._steps += 1
         every, seconds = self._state.config.steps_per_print, time.perf_counter() - self._since
         if seconds >= self._seconds if every is None else self._state.counters.global_steps % every == 0:
@@ -139,7 +142,8 @@ class ProgressLines(NoInstruments):
         self._losses.clear()
 
     def _line(self, seconds: float) -> str:
-        """Return the line on the last step; with `timers.throughput` also samples per second over ``seconds``."""
+        """Return the progress line of the last step; with `timers.throughput` also samples per second over
+        ``seconds``."""
         counters, config = self._state.counters, self._state.config
         loss = f"loss {sum(map(float, self._losses)):.4g}, " if self._losses else ""
         rates = ", ".join(f"{rate:.3g}" for rate in self._state.learning_rates())
@@ -150,7 +154,8 @@ class ProgressLines(NoInstruments):
 
 
 class PrintingInstruments:
-    """An `Instruments` for rank 0. Prints reports every ``steps_per_print`` steps, or every step without it."""
+    """An `Instruments` for rank 0. Prints reports every ``steps_per_print`` steps, or every step if that is not a
+    number. Writes metrics to ``monitor`` after each step."""
 
     def __init__(self, state: TrainingState, monitor: Monitor) -> None:
         config = state.config
@@ -173,9 +178,9 @@ class PrintingInstruments:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Time the block as ``part`` (see `Instruments.during`); for forward, backward and step also count its
-        operations and measure memory after it, each where configured, and count a forward pass as a micro-batch. Do
-        nothing in a forward pass without gradients."""
+        """Run ``part`` in the block and time it (see `Instruments.during`). For forward, backward and step, where
+        configured, also count operations and measure memory afterwards. A forward pass counts as a micro-batch. Without
+        gradients only run it."""
         if part == "forward" and not torch.is_grad_enabled():
             yield
             return
@@ -189,13 +194,13 @@ class PrintingInstruments:
         self._micro_batches += part == "forward"
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep a micro-batch's loss for the monitor and the progress line."""
+        """Keep the loss of a micro-batch for the monitor and the progress line, until the step ends."""
         self._progress.loss(loss)
         if self._monitor.enabled:
             self._losses.append(loss)
 
     def after_step(self) -> None:
-        """Write the step's events to the monitor, and print the reports that are due. May wait for the device."""
+        """Write the step's metrics to the monitor, and print the reports that are due. May wait for the device."""
         state = self._state
         if self._monitor.enabled or self._due():
             times = self._timers.take()
@@ -223,11 +228,11 @@ class PrintingInstruments:
         """Do nothing: reports are printed after their step."""
 
     def _due(self) -> bool:
-        """Return whether reports are printed after this step."""
+        """Return whether reports are due after this step."""
         return self._state.counters.global_steps % self._every == 0
 
     def _events(self, times: dict[str, float]) -> Iterator[Event]:
-        """Yield the step's events for the monitor. ``times``: milliseconds by part."""
+        """Yield the step's metrics as events for the monitor. ``times``: milliseconds by part."""
         state, samples = self._state, self._state.counters.global_samples
         if self._losses:
             yield "Train/Samples/train_loss", sum(map(float, self._losses)), samples
@@ -239,7 +244,7 @@ class PrintingInstruments:
                 yield f"Train/Samples/elapsed_time_ms_{part}", times[part], samples
 
     def _reports(self) -> Iterator[str]:
-        """Yield the texts of the enabled reports, about the steps since the last ones."""
+        """Yield the text of each enabled report, on the steps since reports were printed last."""
         state = self._state
         if self._breakdown:
             parts = ", ".join(f"{part} {self._times[part]:.2f}" for part in PARTS if part in self._times)
@@ -257,7 +262,7 @@ class PrintingInstruments:
             yield communication_table(state.ledger, self._phases, state.counters.global_steps)
 
     def _overlap_line(self) -> str:
-        """Return a line on the communication that has ended since the last such line: seconds, overlapped fraction."""
+        """Return a line on collectives that ended since the last such line: seconds, and overlapped fraction."""
         ledger, step = self._state.ledger, self._state.counters.global_steps
         before, self._open_waited = self._open_waited, ledger.seconds("gather", "reduce", "publish", "exchange")
         open_, waited = (max(0.0, now - then) for now, then in zip(self._open_waited, before, strict=True))
@@ -267,12 +272,13 @@ class PrintingInstruments:
 
 
 def prints_progress(config: Config) -> bool:
-    """Return whether a run says what it is and how far it is: ``steps_per_print`` is null or a number of steps."""
+    """Return whether a run prints settings and progress: ``steps_per_print`` is null or a positive finite number."""
     return config.steps_per_print is None or 0 < config.steps_per_print < math.inf
 
 
 def instruments_for(state: TrainingState, monitor: Monitor) -> Instruments:
-    """Return the instruments that are enabled, `NoInstruments` on ranks other than 0. Raises as `chosen_phases`."""
+    """Return the instruments that the configuration enables; `NoInstruments` on ranks other than 0. Raises `UsageError`
+    for unknown phases in ``comms_logger``."""
     config = state.config
     chosen_phases(config)
     asked = (

@@ -44,12 +44,12 @@ class OnDisk(Protocol):
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes of the files."""
+        """Return the number of bytes in the files."""
 
 
 def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[MemoryRow]:
-    """Return the model state that this rank holds now; a storage counts once, under the first kind that uses it. Rows
-    of stores and tiers that count all units together have a name in parentheses as unit."""
+    """Return the model state that this rank holds now, as rows. A storage counts once, under the first kind that uses
+    it. Stores and tiers that count all units together have a row with a name in parentheses instead of a unit's."""
     count = _Count(partition.device)
     rows: list[MemoryRow] = []
     for unit in partition.units:
@@ -68,7 +68,7 @@ def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[
 
 
 def memory_table(rows: Iterable[MemoryRow]) -> str:
-    """Return a table in MiB: one line per unit and tier and per tier in all, one column per kind."""
+    """Return ``rows`` as a table in MiB: a line per unit and tier, then one per tier for all; a column per kind."""
     cells: dict[tuple[str, str], dict[str, int]] = {}
     for unit, kind, tier, nbytes in rows:
         for key in ((unit, tier), ("all units", tier)):
@@ -85,7 +85,7 @@ def memory_table(rows: Iterable[MemoryRow]) -> str:
 
 
 def present_memory(device: torch.device) -> dict[str, int]:
-    """Return the bytes held now: "process" (resident) and, on an accelerator, "device" and "device peak"."""
+    """Return the bytes allocated now: "process" (resident) and, on an accelerator, "device" and "device peak"."""
     found = {}
     if device.type != "cpu":
         found["device"] = memory_allocated(device)
@@ -95,14 +95,14 @@ def present_memory(device: torch.device) -> dict[str, int]:
 
 
 class _Count:
-    """Makes rows of tensors, counting each storage once."""
+    """Makes rows of tensors and counts each storage once. ``device``: where the model computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seen: set[int] = set()
 
     def rows(self, unit: str, kind: str, tensors: Iterable[torch.Tensor]) -> Iterator[MemoryRow]:
-        """Yield a row per tier with the bytes of the storages of ``tensors`` that are not counted yet."""
+        """Yield a row for each tier: the bytes there of the storages of ``tensors`` that were not counted before."""
         by_tier: dict[str, int] = {}
         for tensor in tensors:
             nbytes, address = tensor.untyped_storage().nbytes(), storage_address(tensor)
@@ -115,7 +115,7 @@ class _Count:
 
 
 def _shard_rows(partition: Partition, unit: Unit, count: _Count) -> Iterator[MemoryRow]:
-    """Yield the row of a unit's parameter shard; its size in a store is known without acquiring it."""
+    """Yield the row of a unit's parameter shard. Shards in a store are not read for that."""
     store = partition.residency
     if isinstance(store, DeviceResidency):
         yield from count.rows(unit.name, "parameter shards", [store.acquire(unit.name)])
@@ -125,7 +125,7 @@ def _shard_rows(partition: Partition, unit: Unit, count: _Count) -> Iterator[Mem
 
 
 def _tier_rows(partition: Partition) -> Iterator[MemoryRow]:
-    """Yield the rows of gradients and optimizer states on a tier, if any, which counts all units together."""
+    """Yield the rows of gradients and optimizer states on a tier, which counts all units together."""
     if partition.states is not None:
         for name, nbytes in partition.states.memory().items():
             kind = "gradients" if name == "gradients" else "optimizer states"
@@ -133,7 +133,7 @@ def _tier_rows(partition: Partition) -> Iterator[MemoryRow]:
 
 
 def _state_rows(sharded: ShardedOptimizer | None, count: _Count) -> Iterator[MemoryRow]:
-    """Yield the rows of optimizer states that are not on a tier; nothing without an optimizer."""
+    """Yield the rows of the optimizer states on no tier, by unit; nothing without an optimizer."""
     if sharded is None:
         return
     tensors: dict[str, list[torch.Tensor]] = {}

@@ -25,13 +25,13 @@ RECORD_VARIABLE = "ZERO_RUN_RECORD"
 
 
 def record_folder(config: Config) -> Path | None:
-    """Return the folder of the record that the configuration or the environment names; None if neither does."""
+    """Return the folder of the run's record, which configuration or environment name; None: nothing is recorded."""
     named = config.run_record.path or os.environ.get(RECORD_VARIABLE)
     return Path(named) if named else None
 
 
 def open_record(config: Config, device: torch.device) -> RunRecord | None:
-    """Return this rank's new record, open for writing; None if none is enabled. Collective if one is."""
+    """Open and return this rank's record of a run; None if nothing is recorded. Collective if it is."""
     folder = record_folder(config)
     if folder is None:
         return None
@@ -48,7 +48,8 @@ def open_record(config: Config, device: torch.device) -> RunRecord | None:
 
 
 def report_of(config: Config, instruments: Instruments) -> Report:
-    """Flush ``instruments`` and return the report of the run so far. Raises `UsageError` if no record is enabled."""
+    """Return the report on the run so far, from its record, to which ``instruments`` write first. Raises `UsageError`
+    without one."""
     folder = record_folder(config)
     if folder is None:
         raise UsageError(

@@ -11,7 +11,7 @@ _LOGGERS = ("zero_ckpt", "zero_comm", "zero_core", "zero_offload", "zero_partiti
 
 
 class WarningEvents(logging.Handler):
-    """A logging handler that records every warning of the toolbox's loggers from `start` to `stop`."""
+    """A logging handler that writes warnings of the toolbox's loggers to a record, between `start` and `stop`."""
 
     def __init__(self, writer: RecordWriter) -> None:
         super().__init__(logging.WARNING)
@@ -28,12 +28,12 @@ class WarningEvents(logging.Handler):
             logging.getLogger(name).removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one log record to the run's record."""
+        """Write one log message, a warning or worse, to the run's record. Called by `logging`."""
         self._writer.note(record.levelname.lower(), text=record.getMessage())
 
 
 def note_degraded(config: Config, writer: RecordWriter) -> None:
-    """Record an event, with the reason, if the NVMe tier is used and has a slower I/O backend than the fastest."""
+    """Record an event if weights or optimizer are on NVMe and the fastest I/O backend does not run here."""
     zero = config.zero_optimization
     if "nvme" not in (zero.offload_param.device, zero.offload_optimizer.device):
         return

@@ -34,7 +34,8 @@ _PACKAGES = (
 
 
 def head_facts(config: Config, device: torch.device) -> dict[str, Any]:
-    """Return title, command, configuration with the origin of every value (no secrets), versions, machine by name."""
+    """Return by name what the head of a record says: title, command, configuration with origins (no secrets), versions,
+    machine."""
     rows = [row for row in config.report() if not row.path.startswith(_SECRET)]
     return {
         "title": Path(sys.argv[0]).name or "run",
@@ -52,7 +53,7 @@ def head_facts(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of the packages in `_PACKAGES` that this process has imported."""
+    """Return, by name, the versions of those `_PACKAGES` that this process has imported."""
     found = {}
     for package in _PACKAGES:
         if package.replace("-", "_") in sys.modules:
@@ -65,7 +66,8 @@ def _versions() -> dict[str, str]:
 
 
 def _accelerator(device: torch.device) -> dict[str, Any]:
-    """Return the device's type and, of an accelerator, its number here, name and CUDA version, by name."""
+    """Return facts by name: the device's type and, for an accelerator, how many there are, its name and CUDA
+    version."""
     if device.type == "cpu":
         return {"device": "cpu"}
     found: dict[str, Any] = {"device": device.type, "accelerators": torch.accelerator.device_count()}
@@ -76,7 +78,7 @@ def _accelerator(device: torch.device) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` if it is a number, a text, a bool or None, else as text: a list's items joined by commas."""
+    """Return ``value`` if it is a number, a string or None; else as text, the items of a list joined by commas."""
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)

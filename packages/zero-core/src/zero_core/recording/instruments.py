@@ -29,8 +29,9 @@ _KINDS = {"forward": SpanKind.FORWARD, "backward": SpanKind.BACKWARD, "step": Sp
 
 
 class RecordingInstruments:
-    """An `Instruments` that writes times, losses, tokens, memory, checkpoints and failures to a record, and forwards to
-    ``inner``. ``close``: called by `close` to close the record. ``plan``: the plan to compare the run with."""
+    """An `Instruments` that writes times, losses, tokens, memory, checkpoints and failures to the record of ``writer``,
+    and passes all calls on to ``inner``. ``close``: closes the record. ``plan``: the plan to compare the run with, if
+    any."""
 
     def __init__(
         self,
@@ -58,21 +59,22 @@ class RecordingInstruments:
         self._writer.restart(state.counters.global_steps + 1)
 
     def under_way(self) -> Running:
-        """Return the parts of the step that run now, else the wait for data since the last. Any thread may call it."""
+        """Return the parts that run now, as spans; if none, the wait for data since the last. For any thread."""
         return self._open.copy() or [(SpanKind.DATA, "data", self._idle_since, 0)]
 
     def during(self, part: str) -> AbstractContextManager[None]:
-        """Return a context that records forward, backward, step or "save", and lets ``inner`` measure any part."""
+        """Return a context in which ``inner`` measures ``part``; forward, backward, step and "save" are recorded."""
         kind = _KINDS.get(part)
         return self._inner.during(part) if kind is None else self._timed(part, kind)
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep a micro-batch's loss for the step's row in the record."""
+        """Keep the loss of a micro-batch for the step's row in the record, which `after_step` writes."""
         self._inner.loss(loss)
         self._losses.append(loss)
 
     def after_step(self) -> None:
-        """Write the step's row (loss, gradient norm, …), waiting for the device; warn of a skip or non-finite loss."""
+        """Write the step's row to the record: loss, gradient norm and so on; and events for a skipped step or a loss
+        that is not finite. Waits for the device."""
         self._inner.after_step()
         state, writer = self._state, self._writer
         counters = state.counters
@@ -98,16 +100,16 @@ class RecordingInstruments:
         self._idle_since = time.perf_counter()
 
     def saved(self, path: Path) -> None:
-        """Record the checkpoint once it is on disk."""
+        """Record the checkpoint in ``path``, once it is on disk."""
         self._inner.saved(path)
         self._checkpoints.saved(path, self._state.counters.global_steps, self._save_seconds)
 
     def flush(self) -> None:
-        """Write all measurements so far."""
+        """Write out all measurements so far to the record's files."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write all measurements and close the record."""
+        """Write out all measurements, close ``inner``, and close the record."""
         self._inner.close()
         self._tokens.close()
         self._checkpoints.close()
@@ -115,8 +117,9 @@ class RecordingInstruments:
 
     @contextmanager
     def _timed(self, part: str, kind: SpanKind) -> Iterator[None]:
-        """Record the block as ``part``, around the context of ``inner``. Before a forward pass with gradients, record
-        time outside the engine as a wait for data, and continue at the step of a checkpoint if one was loaded."""
+        """Record the block as ``part``, a span of ``kind``, while ``inner`` measures it. Before a forward pass with
+        gradients, record the time outside the engine as a wait for data, and move the record to the engine's step if a
+        checkpoint was loaded."""
         now = time.perf_counter()
         if part == "forward" and torch.is_grad_enabled():
             step = self._state.counters.global_steps + 1
@@ -140,7 +143,8 @@ class RecordingInstruments:
         self._end(part, kind, begin, None)
 
     def _end(self, part: str, kind: SpanKind, begin: float, error: BaseException | None) -> None:
-        """End ``part``, begun at ``begin``: record its span, the first ``error`` and, except for "save", the memory."""
+        """Record that ``part``, begun at ``begin`` (`time.perf_counter`), has ended: its span, ``error`` if it is the
+        engine's first, and, except for "save", a sample of memory."""
         now = time.perf_counter()
         self._open.pop()
         self._writer.span(kind, part, begin, now)

@@ -15,7 +15,7 @@ _PENDING = 64  # messages of one name whose end is awaited
 
 
 class RecordedLedger(Ledger):
-    """A ledger that also forwards counts to ``inner``, and records each collective as a span when it ends."""
+    """A ledger that also records each collective as a span when it ends, and passes counts on to ``inner``."""
 
     def __init__(self, inner: Ledger, writer: RecordWriter) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class RecordedLedger(Ledger):
         self._pending: dict[tuple[str, str], deque[tuple[float, int]]] = {}
 
     def under_way(self) -> Running:
-        """Return the collectives that are running: kind, name, begin and bytes. Any thread may call it."""
+        """Return the collectives that run now, as spans. Any thread may call it."""
         return [
             (self._kinds[phase], name, begin, nbytes)
             for (phase, name), pending in self._pending.copy().items()
@@ -34,7 +34,8 @@ class RecordedLedger(Ledger):
         ]
 
     def count(self, tag: Tag, sent_bytes: int, across_bytes: int = 0) -> None:
-        """Add one collective that sends ``sent_bytes`` from this rank, ``across_bytes`` of them to other nodes."""
+        """Count a collective that begins, which sends ``sent_bytes`` from this rank, ``across_bytes`` to other
+        nodes."""
         super().count(tag, sent_bytes, across_bytes)
         if self._inner is not None:
             self._inner.count(tag, sent_bytes, across_bytes)
@@ -46,7 +47,8 @@ class RecordedLedger(Ledger):
         pending.append((time.perf_counter(), sent_bytes))
 
     def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float, ended: float | None = None) -> None:
-        """Add the seconds a collective was open, and those waited for; record its span until ``ended`` (None: now)."""
+        """Count a collective that has ended, ``ended`` (None: now): ``open_seconds`` from its begin, ``waited_seconds``
+        of them waited for. Record its span."""
         super().count_seconds(tag, open_seconds, waited_seconds)
         now = time.perf_counter() if ended is None else ended
         pending = self._pending.get((tag.phase, tag.name))

@@ -34,8 +34,9 @@ _MAX_SAMPLES = 96  # in one step
 
 
 class MemorySampler:
-    """Records the bytes by owner (masters, activations and so on) at the ends of passes and units, in some steps: the
-    first 3, then so seldom that sampling costs a thousandth of the time. ``plan``: to compare the peaks with."""
+    """Records the bytes of each owner (masters, activations and so on) at the ends of passes and units, in some steps:
+    the first 3, then so seldom that sampling costs a thousandth of the time. ``plan``: the plan to compare peaks with,
+    if any."""
 
     def __init__(
         self, state: TrainingState, offloading: Offloading, writer: RecordWriter, plan: RunPlan | None
@@ -56,18 +57,19 @@ class MemorySampler:
         self._before: int | None = None
 
     def begin_pass(self) -> None:
-        """Take a step's first sample, before a forward pass, if one is due; bytes beyond it count as activations."""
+        """If this step is to be sampled, take its first sample, before its first forward pass. Bytes allocated later
+        and held by no owner count as activations."""
         if self._samples == 0 and time.perf_counter() >= self._due:
             self._before = None
             self._take_sample(first=True)
 
     def sample(self) -> None:
-        """Take a sample if `begin_pass` took one in this step, up to 96 in a step."""
+        """Take a sample if this step has a first one, up to 96 per step."""
         if 0 < self._samples < _MAX_SAMPLES:
             self._take_sample()
 
     def after_step(self) -> None:
-        """End the step's samples, report its peaks to the plan if there is one, and decide when to sample next."""
+        """End the step's samples, compare their peaks with the plan, if any, and choose when to sample next."""
         self._steps += 1
         if self._samples:
             if self._planned is not None:
@@ -79,7 +81,7 @@ class MemorySampler:
             self._samples, self._sample_seconds, self._peaks, self._device = 0, 0.0, {}, None
 
     def _take_sample(self, *, first: bool = False) -> None:
-        """Record the bytes by owner; ``first``: before a pass. What is allocated since then counts as activations."""
+        """Record the bytes of each owner now. ``first``: the step's first, against which activations are measured."""
         begin = time.perf_counter()
         state = self._state
         owners: dict[str, int] = {}

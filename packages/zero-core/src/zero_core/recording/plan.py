@@ -19,7 +19,8 @@ logger = logging.getLogger("zero_core")
 
 
 def load_plan(config: Config, rank: int) -> RunPlan | None:
-    """Return the plan of ``rank`` in the file ``run_record.plan``; None if none is named. Raises `UsageError`."""
+    """Return the plan for ``rank`` from the file ``run_record.plan``; None if no file is named. Raises `UsageError` for
+    a file that holds no plan."""
     try:
         return None if config.run_record.plan is None else RunPlan.load(config.run_record.plan, rank)
     except PlanFileError as error:
@@ -27,7 +28,7 @@ def load_plan(config: Config, rank: int) -> RunPlan | None:
 
 
 def planned_run(plan: RunPlan | None, state: TrainingState, writer: RecordWriter) -> PlannedRun | None:
-    """Record the plan; return the object that compares the run with it, and warns in the log; None without a plan."""
+    """Record the plan and return the object that compares the run with it and logs warnings; None without a plan."""
     actual = {
         "stage": state.config.zero_optimization.stage,
         "world_size": state.partition.data_world_size,

@@ -31,8 +31,8 @@ _UPDATE = "compute"  # the hop under which a tier's optimizer reports its kernel
 
 
 class RunRecord:
-    """Writes the record of one engine on this rank, from the constructor on also warnings. ``attempt``: the number of
-    the run's start, from 0. Call order: `ledger` and `sink` before the model is sharded, `instruments`, `close`."""
+    """Writes the record of one engine on this rank; of warnings from the constructor on. ``attempt``: how often the run
+    was started before. Call order: `ledger` and `sink` before the model is sharded, `instruments`, `close`."""
 
     def __init__(self, folder: Path, config: Config, device: torch.device, attempt: int) -> None:
         self.folder = folder
@@ -51,22 +51,23 @@ class RunRecord:
         self._warnings.start()
 
     def under_way(self) -> Running:
-        """Return the spans that have begun and not ended, of collectives and of the step. Any thread may call it."""
+        """Return the spans of collectives and parts of a step that run now. Any thread may call it."""
         sources = [source() for source in self._running]
         return [found for source in sources if source is not None for found in source()]
 
     def ledger(self, inner: Ledger) -> Ledger:
-        """Return a ledger that records every collective and forwards to ``inner``."""
+        """Return a ledger that records every collective and passes it on to ``inner``."""
         ledger = RecordedLedger(inner, self.writer)
         self._running.append(weakref.WeakMethod(ledger.under_way))
         return ledger
 
     def sink(self) -> Callable[[str, str, float, float, int, bool], None]:
-        """Return the function (see `take`) that records a transfer between tiers; any thread may call it."""
+        """Return the function that records transfers between tiers (`take`). Any thread may call that."""
         writer, lock = self.writer, threading.Lock()
 
         def take(hop: str, name: str, begin: float, end: float, nbytes: int, waited: bool) -> None:
-            """Record a transfer of ``nbytes``, or with ``waited`` the wait for one; ``hop``: its kind; times in s."""
+            """Record a transfer of ``nbytes`` from ``begin`` to ``end`` (seconds), or a wait for one if ``waited``.
+            ``hop``: between which tiers; ``name``: what is moved."""
             if hop == _UPDATE:
                 writer.span(SpanKind.COMPUTE, name, begin, end)
                 return
@@ -80,7 +81,7 @@ class RunRecord:
         return take
 
     def instruments(self, inner: Instruments, state: TrainingState, offloading: Offloading) -> Instruments:
-        """Return instruments that record and forward to ``inner``; record the times of units from now on."""
+        """Return instruments that record and pass calls on to ``inner``, and start recording the times of units."""
         instruments = RecordingInstruments(inner, state, offloading, self.writer, self.plan, self.close)
         self._running.append(weakref.WeakMethod(instruments.under_way))
         state.partition.runtime.watch_units(instruments.units)
@@ -88,6 +89,6 @@ class RunRecord:
         return instruments
 
     def close(self) -> None:
-        """Write all measurements, stop recording warnings, and close the record."""
+        """Stop recording warnings, write out all measurements, and close the record's files."""
         self._warnings.stop()
         self.writer.close()

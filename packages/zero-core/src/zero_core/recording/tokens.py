@@ -25,11 +25,11 @@ class TokenCount:
         self._hook = module.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop counting: remove the hook from the module."""
         self._hook.remove()
 
     def _count(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Add the tokens of one call of the module to the step; the forward pre-hook."""
+        """Add the tokens of one training call of the module to the record's step. The forward pre-hook."""
         if torch.is_grad_enabled():
             named = (kwargs[name] for name in _NAMES if name in kwargs)
             given = next(named, args[0] if args else None)

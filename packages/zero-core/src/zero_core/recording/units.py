@@ -21,15 +21,16 @@ class UnitTimes:
         self._backward_since = 0.0
 
     def forward(self) -> None:
-        """Begin a forward pass: no unit is computing."""
+        """Begin a forward pass: no unit's span is open."""
         self._depth.clear()
 
     def backward(self) -> None:
-        """Begin a backward pass: its first unit's span begins now."""
+        """Begin a backward pass: the span of the unit that is computed first begins now."""
         self._backward_since = time.perf_counter()
 
     def enters(self, units: Sequence[Unit]) -> None:
-        """Begin the spans of ``units``, which a module's forward call uses, unless an outer call has begun them."""
+        """Begin the spans of ``units``: a module that computes with them is called. Spans that an outer call has begun
+        stay."""
         for unit in units:
             depth = self._depth.get(unit.index, 0)
             self._depth[unit.index] = depth + 1
@@ -37,7 +38,8 @@ class UnitTimes:
                 self._began[unit.index] = time.perf_counter()
 
     def leaves(self, units: Sequence[Unit]) -> None:
-        """End the spans of ``units``, which a module's forward call has used, unless an outer call still runs."""
+        """End the spans of ``units``: a call of a module that computes with them is over. Spans that an outer call has
+        begun stay."""
         for unit in units:
             depth = self._depth.get(unit.index, 0) - 1
             self._depth[unit.index] = max(0, depth)
@@ -46,7 +48,7 @@ class UnitTimes:
                 self._after()
 
     def backward_done(self, unit: Unit) -> None:
-        """Record the backward span of ``unit``, whose last gradient autograd has computed; the next begins now."""
+        """Record the backward span of ``unit``, whose last gradient is computed; the next unit's span begins now."""
         now = time.perf_counter()
         self._writer.span(SpanKind.COMPUTE, unit.name, self._backward_since, now)
         self._after()
