@@ -282,7 +282,7 @@ def test_late_updates_come_in_the_order_in_which_they_were_asked_for() -> None:
         lender.log.clear()
         update.step()
         update.clear_gradients()
-        assert list(update._late) == (["first", "second"] if step == 0 else ["second", "first"])
+        assert list(update._updates._running) == (["first", "second"] if step == 0 else ["second", "first"])
         for shard in ("second", "first"):
             update.await_update(shard)
             assert not update.is_updating(shard)

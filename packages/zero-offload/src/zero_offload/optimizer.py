@@ -15,6 +15,7 @@ from torch import nn
 from ._copy_streams import compute_device
 from ._params import GradientHooks, Member, ParameterWeights, check_gradient, check_parameter, flat_gradient, plans
 from ._protocols import PathUse
+from ._saved_states import flat_state, shaped_state
 from .budget import HostBudget
 from .errors import OffloadError
 from .sealed import Sealed
@@ -268,10 +269,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             member = by_name[name]
             if member.param.dtype == wide_dtype(member.param.dtype):
                 state.pop(MASTER, None)
-            result["state"][numbers[id(member.param)]] = {
-                kind: value.view(member.param.shape) if kind in self._parameter_shaped_kinds(name) else value
-                for kind, value in state.items()
-            }
+            result["state"][numbers[id(member.param)]] = shaped_state(member, state, self._update.kinds(name))
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -290,7 +288,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for saved_id, param in zip(saved_ids, params, strict=False):
             state = state_dict["state"].get(saved_id)
             if state and id(param) in by_param:
-                states[by_param[id(param)].name] = self._flat_state(by_param[id(param)], state)
+                member = by_param[id(param)]
+                states[member.name] = flat_state(member, state, self._update.kinds(member.name))
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         for group in groups:
             self._rule.check_group(group)
@@ -302,32 +301,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for member in self._members:
             member.version = None  # the next step compares the masters with the weights that are there then
         self._clip = 1.0
-
-    def _parameter_shaped_kinds(self, name: str) -> set[str]:
-        """Return the kinds of state that have the shape of the parameter: all but the scales of 8-bit moments."""
-        kinds = self._update.kinds(name)
-        return {kind for kind in kinds if not (kind.endswith("_scale") and kind.removesuffix("_scale") in kinds)}
-
-    def _flat_state(self, member: Member, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the kinds of a saved state that are kept here, flattened, and its ``step``. torch's SGD saves no step
-        number; its state counts as past the first step. A missing master and missing scales are left out. ValueError
-        for a missing moment or another shape.
-        """
-        flat: dict[str, Any] = {"step": int(state.get("step", 1))}
-        shaped = self._parameter_shaped_kinds(member.name)
-        for kind in self._update.kinds(member.name):
-            value = state.get(kind)
-            if value is None and kind in shaped - {MASTER}:
-                raise ValueError(f"'{member.name}': the saved state has no '{kind}', only {', '.join(sorted(state))}")
-            if value is None:
-                continue
-            if kind in shaped and value.shape != member.param.shape:
-                raise ValueError(
-                    f"'{member.name}': saved '{kind}' has shape {tuple(value.shape)}, "
-                    f"the parameter has {tuple(member.param.shape)}"
-                )
-            flat[kind] = value.detach().contiguous().view(-1)
-        return flat
 
     def _parameter_numbers(self) -> dict[int, int]:
         """Return the number of each parameter in a state dict, by the parameter's id()."""

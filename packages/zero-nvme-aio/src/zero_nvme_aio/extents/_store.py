@@ -15,17 +15,17 @@ from typing import Any
 from .. import _buffers, _header
 from .._engine import Engine
 from .._memory import AlignedBuffer
-from .._request import Request
-from ..errors import ClosedError, ExtentError, FormatError
+from ..errors import ClosedError, ExtentError
 from . import _carrying, _container, _reading, _sealing
 from ._files import GenerationFiles, StoreFolders
 from ._generation import Extent, Generation
 from ._history import History
-from ._index import SealedIndex, read_index
+from ._index import SealedIndex
+from ._loading import load_sealed
 from ._paths import PathUse, StorePaths
 from ._ranges import Allocation, Allocator, Covered, WrittenRange, cover, overlay
 from ._request import StoreRequest
-from ._transfer import PathRead
+from ._under_way import RequestsUnderWay
 from ._writing import Writing
 
 __all__ = ["ExtentStore", "StoreRequest"]
@@ -85,7 +85,7 @@ class ExtentStore:
         self._declared: dict[str, tuple[int, str]] = {}
         self._live: dict[str, list[Covered]] = {}
         self._history = History(self._folders, self._live, self._lock)
-        self._busy: dict[str, list[tuple[int, int, bool, Request | PathRead]]] = {}
+        self._requests = RequestsUnderWay()
         self._placement: Allocator | None = None
         self._reserved = 0
         self._folders.take(resume)
@@ -95,7 +95,7 @@ class ExtentStore:
             self._folders.give_back()
             raise
         try:
-            self._load_sealed()
+            self._history.adopt(*load_sealed(self._folders, self._engines, self._live))
         except BaseException:
             self._release_engines_and_locks()
             raise
@@ -133,14 +133,14 @@ class ExtentStore:
             if nbytes == 0:
                 return StoreRequest([], 0, self._paths.say)
             placement, files = self._open_generation()
-            self._wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=True)
+            self._requests.wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=True)
             self._paths.look()
             requests = []
             for place in self._places(placement, name, offset_bytes, offset_bytes + nbytes):
                 part = _buffers.slice_items(items, place.begin - offset_bytes, place.end - offset_bytes)
                 piece, request = self._writing.start(placement, files, name, place, part)
                 self._live[name] = overlay(self._live.get(name, []), piece, files.generation)
-                self._busy.setdefault(name, []).append((place.begin, place.end, True, request))
+                self._requests.add(name, place.begin, place.end, request, writing=True)
                 requests.append(request)
             self._bytes_written += nbytes
         return StoreRequest(requests, nbytes, self._paths.say)
@@ -162,7 +162,7 @@ class ExtentStore:
             if name not in self._live and nbytes:
                 raise ExtentError(f"'{name}' was never written to this store")
             self._check_range(name, offset_bytes, nbytes)
-            self._wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=False)
+            self._requests.wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=False)
             found = []
             for piece in cover(self._live.get(name, []), offset_bytes, offset_bytes + nbytes):
                 if not isinstance(piece, Covered):
@@ -175,7 +175,7 @@ class ExtentStore:
             for covered in found:
                 part = _buffers.slice_items(items, covered.begin - offset_bytes, covered.end - offset_bytes)
                 request = reading.start(covered, part)
-                self._busy.setdefault(name, []).append((covered.begin, covered.end, False, request))
+                self._requests.add(name, covered.begin, covered.end, request, writing=False)
         return StoreRequest(reading.requests, nbytes, self._paths.say, reading.checks)
 
     def seal(self, *, durable: bool = True) -> Generation:
@@ -362,48 +362,6 @@ class ExtentStore:
                 got=offset + nbytes,
             )
 
-    def _wait_for_conflicts(self, name: str, begin: int, end: int, *, writing: bool) -> None:
-        """Wait for requests under way that touch bytes [begin, end) of a name, unless they and the coming one
-        (`writing`) only read. Errors stay with the requests.
-        """
-        still = []
-        for low, high, is_write, request in self._busy.get(name, []):
-            if request.done():
-                continue
-            if low < end and begin < high and (writing or is_write):
-                request.settle()
-            else:
-                still.append((low, high, is_write, request))
-        self._busy[name] = still
-
-    def _load_sealed(self) -> None:
-        """Load the sealed generations in the folders. FormatError if an index is damaged, was written with another
-        number of paths, or names a file that is missing or has another length; of a generation of which nothing is
-        current, as after a crash or a drive's absence while it was removed, the index is removed then.
-        """
-        found = [(index, read_index(self._folders.index_path(index))) for index in self._folders.indexes()]
-        for _, sealed in found:
-            for piece in sealed.pieces:
-                self._live[piece.name] = overlay(self._live.get(piece.name, []), piece, open_generation=-1)
-        current = {c.piece.generation for covered in self._live.values() for c in covered}
-        generations, keys = {}, {}
-        for index, sealed in sorted(
-            found, key=lambda entry: entry[0] not in current
-        ):  # those that may be refused first
-            files = GenerationFiles(self._engines, self._folders, index)
-            try:
-                _sealing.check(self._folders, sealed, index)
-            except FormatError:
-                if index in current or sealed.generation != index:
-                    raise
-                files.remove()
-                continue
-            files.open_sealed(sorted(sealed.files))
-            generations[index] = files
-            for piece in sealed.pieces:
-                keys[index, piece.name, piece.begin] = sealed.keys[piece.name, piece.begin]
-        self._history.adopt(generations, keys)
-
     def _release_engines_and_locks(self) -> None:
         """Close the engines that are not shared, and release the store's locks."""
         for engine in self._own_engines:
@@ -412,9 +370,7 @@ class ExtentStore:
 
     def _settle_all(self) -> None:
         """Wait for all submitted requests; raise the first write that failed and whose bytes were not written again."""
-        for name in list(self._busy):
-            for *_, request in self._busy.pop(name):
-                request.settle()
+        self._requests.settle_all()
         for covered in self._live.values():
             for entry in covered:
                 if entry.piece.request is not None:

@@ -24,11 +24,12 @@ from ._gradients import (
     HostGradients,
     gradient_bytes,
 )
+from ._nvme_tier import NvmeOptions, NvmeTier, ring_bytes
 from ._rules import Rule
 from ._slices import BLOCK, KeptFragment, Slice, cut_slices, split_by_ratio
 from ._split_gradients import SplitGradients, host_parts
 from ._staging import StagedSlices, staging_bytes
-from ._tiers import DeviceTier, HostTier, NvmeOptions, NvmeTier, SplitTier, Tier, host_bytes, ring_bytes
+from ._tiers import DeviceTier, HostTier, SplitTier, Tier, host_bytes
 from .plans import BoundedWeights, ShardPlan, Weights
 from .tier_options import TierOptions
 

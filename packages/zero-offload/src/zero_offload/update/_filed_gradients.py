@@ -15,8 +15,8 @@ from .._extents import DTYPE_NAMES, open_extents
 from .._memory import page_rounded
 from ..trace import Trace
 from ._gradients import HOP, copy_to_host, gradient_bytes, known_shard
+from ._nvme_tier import NvmeOptions
 from ._slices import FlatSpan, Slice
-from ._tiers import NvmeOptions
 from .plans import ShardPlan
 
 __all__ = ["NvmeGradients", "gradient_ring_bytes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,8 +21,8 @@ from ._lent_weights import LentWeights
 from ._mirror import copy_options
 from ._overlap_rate import OverlapRate
 from ._rules import OptimizerLike, find_rule
-from ._speculations import Assumed, Options, Speculations, traced
-from ._staging import StagedSlices
+from ._shard_updates import ShardUpdates
+from ._speculations import Assumed, Options, Speculations
 from .plans import BoundedWeights, ShardPlan, Weights
 from .tier_options import TierOptions
 from .update import OffloadedUpdate
@@ -99,18 +99,24 @@ class ExactUpdate(OffloadedUpdate):
         self._gradients = HostGradients(shards, (), device, pin=pin, trace=trace)
         self._journal = Journal(rule, journaled, self._parts.slices, self._parts.tier, pin=pin)
         self._copies = CopyStream(device, trace, "weights, device")
-        self._copied: torch.Event | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload exact update")
         self._touched: Future[None] | None = self._thread.submit(self._journal.touch)
         self._expected = 1.0
         self._reductions: dict[str, int] = {}
         self._usual: dict[str, int] = {}
-        self._late: dict[str, Future[None]] = {}
-        self._failure: OffloadError | None = None
-        self._failed_late: str | None = None
         self._asked: dict[str, None] = {}
         self.rate = OverlapRate()
         self._speculations = Speculations(self._journal, self._thread, self._by_shard, self.rate, trace)
+        self._updates = ShardUpdates(
+            self._by_shard,
+            self._speculations,
+            self._journal,
+            self._lent,
+            self._copies,
+            self._thread,
+            self._update_in_place,
+            trace,
+        )
         self._stop = weakref.finalize(self, _stop, self._thread, self._gradients, self._journal)
 
     # Gradients
@@ -177,7 +183,7 @@ class ExactUpdate(OffloadedUpdate):
         them beforehand. ShardError for an unknown shard.
         """
         known_shard(self._by_shard, shard)
-        self._await(shard)
+        self._updates.wait_for(shard)
         self._discard([shard])
 
     # Speculation
@@ -196,7 +202,7 @@ class ExactUpdate(OffloadedUpdate):
         if not (complete and self._speculations.may_begin(shard)):
             return
         weights = self._lent.lend(shard) if fragments[0].shard.in_place else None
-        events = [self._gradients.arriving(shard), self._copied]
+        events = [self._gradients.arriving(shard), self._updates.copied]
         gradient = self._gradients.memory_of(shard)
         options = copy_options(self._live_groups())
         self._speculations.begin(shard, gradient, weights, Assumed(options, self._expected), events)
@@ -241,15 +247,7 @@ class ExactUpdate(OffloadedUpdate):
         actual = Assumed(self._options, grad_scale)
         right = {shard for shard in shards if self._speculations.validate(shard, actual, absent)}
         self._failed = True
-        for shard in right:
-            if not self._is_in_place(shard):
-                self._speculations.commit(shard)
-        now = {shard: weights[shard] for shard in shards if self._is_written_now(shard, weights[shard])}
-        self._write_now(now, right, grad_scale, absent)
-        for shard in shards:
-            if shard not in now:
-                what = shard, weights[shard], shard in right, grad_scale, frozenset(absent)
-                self._late[shard] = self._thread.submit(self._finish_shard, *what)
+        self._updates.begin(weights, right, grad_scale, absent)
         self._failed = False
 
     def _check_touched(self) -> None:
@@ -259,123 +257,38 @@ class ExactUpdate(OffloadedUpdate):
             if (error := touched.exception()) is not None:
                 raise OffloadError(f"memory for updates beside backward could not be provided: {error}") from error
 
-    def _is_written_now(self, shard: str, weights: torch.Tensor) -> bool:
-        """Return whether `step` waits until a shard's ``weights`` are written: they are on an accelerator, where work
-        that is queued afterwards reads them, or are asked for at once.
-        """
-        return StagedSlices.is_away(weights) or any(f.shard.read_at_once for f in self._by_shard[shard])
-
-    def _is_in_place(self, shard: str) -> bool:
-        """Return whether a shard's weights are updated in place; what code writes into them past torch then counts."""
-        return any(fragment.shard.in_place for fragment in self._by_shard[shard])
-
-    def _is_taken(self, shard: str, weights: torch.Tensor, right: bool) -> bool:
-        """Return whether the update of a shard that was computed beforehand is used: it was found ``right``, and
-        ``weights``, where they are updated in place, still have the values that it has read. In place, this commits it;
-        `step` has committed the others.
-        """
-        return right and (not self._is_in_place(shard) or self._speculations.commit_if_read(shard, weights))
-
-    def _run_with(self, gradients: Mapping[str, torch.Tensor], grad_scale: float, absent: Collection[str]) -> None:
-        """Update the shards of these ``gradients`` (1-D, by shard) in place, as `step` does, without its checks."""
+    def _update_in_place(self, shards: Collection[str], grad_scale: float, absent: Collection[str]) -> None:
+        """Update these shards in place from their gradients, as `step` does, without its checks."""
         given = self._parts.gradients
         if isinstance(given, CallerGradients):
-            given.give(gradients)
+            given.give({shard: self._gradients.memory_of(shard) for shard in shards})
             with torch.no_grad():
                 self._run(grad_scale, absent)
             given.clear()
-
-    def _write_now(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        right: Collection[str],
-        grad_scale: float,
-        absent: Collection[str],
-    ) -> None:
-        """Copy what was computed and found ``right`` to ``weights`` (by shard), and update the other shards; work that
-        is queued from now on sees the new weights.
-        """
-        taken = {shard for shard in weights if self._is_taken(shard, weights[shard], shard in right)}
-        for shard in taken:
-            for target, source in self._journal.pending_copies(shard, weights[shard]):
-                self._copied = self._copies.copy(target, source)
-        self._copies.join(self._copied)
-        if len(taken) < len(weights):
-            gradients = {shard: self._gradients.memory_of(shard) for shard in weights if shard not in taken}
-            self._run_with(gradients, grad_scale, absent)
-        for shard in weights:
-            self._lent.give_back_lent(shard, dirty=True)
-
-    def _finish_shard(
-        self,
-        shard: str,
-        weights: torch.Tensor,
-        right: bool,
-        grad_scale: float,
-        absent: Collection[str],
-    ) -> None:
-        """Write a shard's new ``weights``: those that were computed and found ``right``, or else those that are
-        computed now; called in the thread. OffloadError with step and shard if that fails; nothing if that of another
-        shard has failed, which whoever waits is told.
-        """
-        if self._failure is not None:
-            return
-        number = max((fragment.step for fragment in self._by_shard[shard]), default=0)
-        number += self._is_in_place(shard) or not right
-        try:
-            if not self._is_taken(shard, weights, right):
-                self._run_with({shard: self._gradients.memory_of(shard)}, grad_scale, absent)
-                return
-            with torch.no_grad(), traced(self._trace, shard):
-                for target, source in self._journal.pending_copies(shard, weights):
-                    target.copy_(source)
-        except BaseException as error:
-            self._failed_late = f"the update of '{shard}' in step {number}"
-            self._failure = OffloadError(
-                f"step {number}: the update of '{shard}' failed beside forward: {error}. Some of this rank's weights "
-                "and states have taken that step and others not: load a saved state"
-            )
-            raise self._failure from error
 
     def await_update(self, shard: str) -> None:
         """Wait until the weights of a shard are those of the last step; at once where no update of it runs. Raises
         OffloadError, with step and shard, if an update has failed since `step` returned.
         """
         self._asked.setdefault(shard)
-        self._await(shard)
-
-    def _await(self, shard: str) -> None:
-        """Do what `await_update` does, but do not remember that the shard was asked for."""
-        future = self._late.get(shard)
-        if future is not None:
-            wait([future])
-        if self._failure is not None:
-            raise self._failure
-        if future is not None:
-            self._lent.give_back_lent(shard, dirty=True)
-            self._late.pop(shard)
+        self._updates.wait_for(shard)
 
     def is_updating(self, shard: str) -> bool:
         """Return whether an update of the shard still runs, so that `await_update` would wait."""
-        future = self._late.get(shard)
-        return future is not None and not future.done()
+        return self._updates.is_running(shard)
 
     def finish(self) -> bool:
         """Wait for all updates that `step` has left running, and raise the error of one that failed. Return False:
         weights are read through `await_update`, so there is nothing to publish again.
         """
-        for shard in list(self._late):
-            self._await(shard)
-        if self._failure is not None:
-            raise self._failure
+        self._updates.wait_for_all()
         return False
 
     def half_written(self) -> str | None:
         """Wait for the updates that `step` has left running; return words for messages about what failed in the middle,
         with step and shard of an update that failed since; None if nothing did.
         """
-        wait(self._late.values())
-        return self._failed_late or super().half_written()
+        return self._updates.failed_update() or super().half_written()
 
     def weights_changed(self, shard: str) -> None:
         """Record that a shard's weights were changed from outside, as `OffloadedUpdate.weights_changed`; waits for the
@@ -415,19 +328,12 @@ class ExactUpdate(OffloadedUpdate):
     def reset(self) -> None:
         """Discard all states and step counts, as `OffloadedUpdate.reset`, and the error of an update that failed."""
         self._discard(self._speculations.begun)
-        self._end_late()
-        self._failure = self._failed_late = None
+        self._updates.settle()
+        self._updates.forget_failure()
         self._options = copy_options(self._live_groups())
         self._failed = True  # until the tier is reset, it may share memory with the journal
         self._journal.reset()
         super().reset()
-
-    def _end_late(self) -> None:
-        """Wait for all updates that `step` has left running, failed or not, and give back all weights."""
-        wait(self._late.values())
-        for shard in self._by_shard:
-            self._lent.give_back_lent(shard, dirty=True)
-        self._late.clear()
 
     def _begin_writing(self) -> None:
         """Wait for updates, and drop those that were begun beforehand; states are about to be written."""
@@ -473,7 +379,7 @@ class ExactUpdate(OffloadedUpdate):
         """Wait for the updates that `step` has left running, end the thread, free the memory. May be called twice."""
         self._copies.synchronize()
         self._discard(self._speculations.begun)
-        self._end_late()
+        self._updates.settle()
         self._stop()
         super().close()
 

@@ -18,10 +18,11 @@ from ..errors import OffloadError, ShardError
 from ..sealed import Sealed
 from ..trace import Trace
 from ._build import UpdateParts, build, check_room_for_seal
+from ._fragments import check_same_moments, make_fragments
 from ._gradients import CallerGradients, CollectedGradients, borrowed_gradient, known_shard
 from ._probed_states import number_tensor
 from ._rules import OptimizerLike, find_rule, has_rule
-from ._slices import BLOCK, KeptFragment, kinds_of
+from ._slices import KeptFragment
 from ._states import as_values, check_state, forget_states, read_states, sealed_state, write_states
 from ._step import run_step
 from .plans import ShardPlan, Weights, check_plans
@@ -79,7 +80,9 @@ class OffloadedUpdate:
         self._closed = False
         self._failed = False
         self.writes = 0
-        self._by_shard = {shard.name: self._make_fragments(shard, tier_options) for shard in shards}
+        self._by_shard = {
+            shard.name: make_fragments(shard, self._rule, groups(), tier_options.state_dtype) for shard in shards
+        }
         self._fragments = {f.name: f for fragments in self._by_shard.values() for f in fragments}
         self._first_of_group = {f.plan.group: f for f in reversed(self._fragments.values())}
         self._parts = build(
@@ -102,25 +105,6 @@ class OffloadedUpdate:
         it, or an object with no option that the kernel lacks.
         """
         return has_rule(optimizer)
-
-    def _make_fragments(self, shard: ShardPlan, tier_options: TierOptions) -> list[KeptFragment]:
-        """Return the fragments of a shard, with the kinds of state that ``tier_options`` gives them; ValueError for
-        options that the kernels cannot do.
-        """
-        fragments = []
-        state_dtype = None if shard.dtype == torch.float64 else tier_options.state_dtype
-        for plan in shard.fragments:
-            group = self._groups()[plan.group]
-            self._rule.check_group(group)
-            if state_dtype == torch.int8 and plan.element_offset % BLOCK:
-                raise ValueError(
-                    f"'{plan.name}': 8-bit states are in blocks of {BLOCK} elements; expected an element_offset that "
-                    f"is a multiple of it, got {plan.element_offset}"
-                )
-            if state_dtype == torch.int8 and self._rule.initial(group):
-                raise ValueError(f"'{plan.name}': 8-bit states begin with 0, got a first value in group {plan.group}")
-            fragments.append(KeptFragment(plan, shard, kinds_of(shard, self._rule.moments(group), state_dtype)))
-        return fragments
 
     # Gradients
 
@@ -265,18 +249,12 @@ class OffloadedUpdate:
             fragment.weights_changed = True
 
     def _check_group(self, number: int, group: Mapping[str, Any]) -> None:
-        """Raise ValueError if options of group ``number`` cannot be updated with, or change which moments there are."""
+        """Raise ValueError if the options of parameter group ``number`` cannot be updated with, or would change which
+        moments its fragments have.
+        """
         self._rule.check_group(group)
-        fragment = self._first_of_group.get(number)
-        if fragment is None:
-            return
-        kept = list(dict.fromkeys(kind.moment for kind in fragment.moments))
-        moments = [name for name, _ in self._rule.moments(group)]
-        if kept != moments:
-            raise ValueError(
-                f"'{fragment.name}': the options of group {number} change which states there are, from {kept} "
-                f"to {moments}; make a new optimizer with them"
-            )
+        if number in self._first_of_group:
+            check_same_moments(self._first_of_group[number], self._rule, group)
 
     # States
 
