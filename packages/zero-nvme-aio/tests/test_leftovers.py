@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import zero_nvme_aio
-from zero_nvme_aio.leftovers import _locked, find, report
+from zero_nvme_aio.leftovers import _try_locked, find, report
 
 KILLED = """
 import os, signal, sys, zero_nvme_aio
@@ -99,10 +99,10 @@ def test_sealed_files_of_a_swap_in_use_stay(folders):
 def test_an_error_of_the_body_comes_out_as_it_is_and_the_lock_is_given_back(tmp_path):
     path = tmp_path / "optimizer.rank1.lock"
     path.touch()
-    with pytest.raises(BlockingIOError, match="of the body"), _locked(str(path)) as ours:
+    with pytest.raises(BlockingIOError, match="of the body"), _try_locked(str(path)) as ours:
         assert ours
         raise BlockingIOError("of the body")
-    with _locked(str(path)) as ours:
+    with _try_locked(str(path)) as ours:
         assert ours
 
 
@@ -110,13 +110,13 @@ def test_the_lock_is_given_back_though_a_process_forked_meanwhile_lives_on(tmp_p
     path = tmp_path / "optimizer.rank1.lock"
     path.touch()
     ends, gate = os.pipe()
-    with _locked(str(path)):
+    with _try_locked(str(path)):
         child = os.fork()
         if child == 0:
             os.close(gate)
             os.read(ends, 1)
             os._exit(0)
-    with _locked(str(path)) as ours:
+    with _try_locked(str(path)) as ours:
         assert ours
     os.close(gate)
     os.close(ends)

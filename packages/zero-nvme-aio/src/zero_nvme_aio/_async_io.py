@@ -43,18 +43,22 @@ class AsyncIo:
         return self._handle.new_cpu_locked_tensor(self._nbytes, self._torch.empty(0, dtype=self._torch.uint8))
 
     def unpinned(self, memory: memoryview) -> Any:
-        """Return ``memory`` as a uint8 tensor over the same bytes, which DeepSpeed copies through memory of its own."""
+        """Return a uint8 tensor over ``memory`` itself, without a copy; DeepSpeed then stages its transfers through
+        memory of its own.
+        """
         return self._torch.frombuffer(memory, dtype=self._torch.uint8)
 
     def run(self, kind: str, path: str, tensor: Any) -> Sample:
-        """Read or write the whole file once (`kind`: "read" or "write") from or to `tensor`, and return its timing;
-        AioError if DeepSpeed does not complete it.
+        """Read the whole file at `path` into `tensor`, or write `tensor` to it (`kind`: "read" or "write"), once, and
+        return the timing; AioError if DeepSpeed does not complete it.
         """
         move = self._handle.sync_pread if kind == "read" else self._handle.sync_pwrite
         return measure(lambda: self._checked_nbytes(move(tensor, path)))
 
     def _checked_nbytes(self, operations: int) -> int:
-        """Return the bytes of the file; AioError unless DeepSpeed reports one completed operation."""
+        """Return the bytes of the file if `operations`, the number that DeepSpeed reports as completed, is 1; else
+        AioError.
+        """
         # DeepSpeed returns how many operations it completed, or -1.
         if operations != 1:
             raise AioError(f"DeepSpeed completed {operations} operations instead of 1")

@@ -29,6 +29,6 @@ async def until_done(request: _native.Request) -> None:
 
 
 def _resolve(finished: asyncio.Future[None]) -> None:
-    """Mark the future as finished, unless it is or was cancelled."""
+    """Set the result of a future to None, unless the future has a result or was cancelled."""
     if not finished.done():
         finished.set_result(None)

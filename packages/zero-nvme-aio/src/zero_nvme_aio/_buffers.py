@@ -22,8 +22,8 @@ _CPU, _CUDA_HOST, _ROCM_HOST = 1, 3, 11
 
 
 def describe_all(buffers: Any, writable: bool) -> list[Item]:
-    """Return the description of each buffer; `buffers` is one buffer, or a list or tuple of them. `writable`: they are
-    to be written to. Errors as in `describe`.
+    """Return the description of each buffer; `buffers` is one buffer, or a list or tuple of them. `writable`: the
+    engine will write into them. Errors as in `describe`.
     """
     if isinstance(buffers, (list, tuple)):
         return [describe(buffer, writable) for buffer in buffers]
@@ -47,9 +47,9 @@ def describe(buffer: Any, writable: bool) -> Item:
         return _from_interface(buffer, writable)
     if "O" in view.format:
         raise InvalidBufferError(_OBJECTS)
-    _require(view.c_contiguous, writable and view.readonly, buffer)
+    _require_usable(view.c_contiguous, writable and view.readonly, buffer)
     try:
-        return _flat(view)
+        return _as_flat_bytes(view)
     except (TypeError, ValueError, NotImplementedError):
         return _from_interface(buffer, writable)
 
@@ -101,8 +101,8 @@ def is_device_tensor(buffer: Any) -> bool:
 
 
 class Lent:
-    """A tensor whose storage could be resized while a request uses its memory; it remembers the address of the storage
-    when it was made.
+    """Remembers the address of a torch tensor's storage while a request uses it, since the storage could be resized
+    meanwhile.
     """
 
     __slots__ = ("_address", "_tensor")
@@ -125,8 +125,8 @@ class Lent:
 
 
 def lent(items: Sequence[Item]) -> tuple[Lent, ...]:
-    """Return those among described buffers that are torch tensors whose storage can be resized, to be checked when the
-    request ends.
+    """Return a `Lent` for each of these described buffers that is a torch tensor whose storage can be resized; the
+    request calls their `require_unchanged` when it ends.
     """
     return tuple(
         Lent(item[2])
@@ -135,16 +135,18 @@ def lent(items: Sequence[Item]) -> tuple[Lent, ...]:
     )
 
 
-def _flat(view: memoryview) -> memoryview:
-    """Return a contiguous view as a flat view of bytes; of an empty one, another empty one."""
+def _as_flat_bytes(view: memoryview) -> memoryview:
+    """Return a contiguous view of any format as a one-dimensional view of the same bytes; a new empty one if it has no
+    bytes.
+    """
     if view.nbytes == 0:
         return memoryview(bytearray())
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _require(contiguous: bool, read_only_target: bool, buffer: Any) -> None:
-    """Raise InvalidBufferError unless the memory is contiguous and no `read_only_target`, read-only memory to be read
-    into; `buffer` gives its type to the message.
+def _require_usable(contiguous: bool, read_only_target: bool, buffer: Any) -> None:
+    """Raise InvalidBufferError if a buffer's memory is not `contiguous`, or if it is a `read_only_target`: read-only
+    memory that is to be written into. The message names the type of `buffer`.
     """
     kind = type(buffer).__name__
     if not contiguous:
@@ -167,7 +169,7 @@ def _from_tensor(tensor: Any) -> Item:
         raise InvalidBufferError(
             "expected plain memory, got a tensor with a lazy conjugate or negation; call .resolve_conj()"
         )
-    _require(tensor.is_contiguous(), False, tensor)
+    _require_usable(tensor.is_contiguous(), False, tensor)
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes > 0 and tensor.untyped_storage().nbytes() < nbytes:
         raise InvalidBufferError(
@@ -178,15 +180,15 @@ def _from_tensor(tensor: Any) -> Item:
 
 
 def _from_interface(buffer: Any, writable: bool) -> Item:
-    """Return the memory of a buffer that offers NumPy's array interface or DLPack; InvalidBufferError if it offers
-    neither, is strided, holds Python objects, or is read-only with `writable`.
+    """Return the memory of a buffer through NumPy's array interface or DLPack, as (address, bytes, owner).
+    InvalidBufferError if it offers neither, is strided, holds Python objects, or, with `writable`, is read-only.
     """
     interface = getattr(buffer, "__array_interface__", None)
     if interface is not None:
         if interface["typestr"][1] == "O" or getattr(getattr(buffer, "dtype", None), "hasobject", False):
             raise InvalidBufferError(_OBJECTS)
         address, read_only = interface["data"]
-        _require(interface.get("strides") is None, writable and read_only, buffer)
+        _require_usable(interface.get("strides") is None, writable and read_only, buffer)
         return (address, buffer.nbytes, buffer)
     if hasattr(buffer, "__dlpack__"):
         return _from_dlpack(buffer, writable)
@@ -196,8 +198,8 @@ def _from_interface(buffer: Any, writable: bool) -> Item:
 
 
 def _from_dlpack(buffer: Any, writable: bool) -> Item:
-    """Return the memory of a buffer that offers DLPack, as (address, bytes, capsule); InvalidBufferError if it is not
-    in host memory, strided, or read-only with `writable`.
+    """Return the memory of a buffer through DLPack, as (address, bytes, capsule that keeps it alive).
+    InvalidBufferError if it is strided, not in host memory, or, with `writable`, read-only.
     """
     device = buffer.__dlpack_device__()[0]
     if device not in (_CPU, _CUDA_HOST, _ROCM_HOST):
@@ -207,7 +209,7 @@ def _from_dlpack(buffer: Any, writable: bool) -> Item:
     except TypeError:  # producers older than DLPack 1.0 know no such argument
         capsule = buffer.__dlpack__()
     address, nbytes, contiguous, read_only = _native.describe_dlpack(capsule)
-    _require(contiguous, writable and read_only, buffer)
+    _require_usable(contiguous, writable and read_only, buffer)
     return (address, nbytes, capsule)
 
 

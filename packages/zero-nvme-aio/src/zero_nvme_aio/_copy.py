@@ -73,7 +73,7 @@ class FileRange(NamedTuple):
 
 
 class CopyRange(NamedTuple):
-    """`nbytes` to copy from one place to another."""
+    """`nbytes` that are to be copied from where `source` begins to where `target` begins."""
 
     source: FileRange
     target: FileRange
@@ -122,7 +122,7 @@ def copy_ranges(
 
 
 def _chunks(copied: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
-    """Yield consecutive parts of a range, each up to the next multiple of `chunk_bytes` in the source."""
+    """Yield consecutive parts of a range, each up to the next multiple of `chunk_bytes` in the source file."""
     source, target = copied.source, copied.target
     done = 0
     while done < copied.nbytes:
@@ -135,8 +135,8 @@ def _chunks(copied: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
 def _verify(
     engine: Engine, file: File, nbytes: int, checksums: list[str | None], progress: Callable[[int], None] | None
 ) -> None:
-    """Read `nbytes` of the copy back. Raises ChecksumError unless its 16 MiB chunks have ``checksums``, those of the
-    source's chunks. `progress` is called with the bytes of each.
+    """Read the first `nbytes` of a copied file back in chunks of 16 MiB. ChecksumError unless they have these
+    `checksums`, those of the source's chunks in order. `progress`, if not None, is called with the bytes of each chunk.
     """
     buffer = memoryview(AlignedBuffer(min(CHUNK_BYTES, max(nbytes, 1))))
     for number, expected in enumerate(checksums):

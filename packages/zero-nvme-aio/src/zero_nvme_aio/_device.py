@@ -24,9 +24,9 @@ SLOTS = 4
 
 
 class DeviceRequest(Request):
-    """A `Request` for a tensor of ``nbytes`` on an accelerator, carried out by the thread of that device's ring of
-    staging buffers, whose result ``future`` has. Setting ``cancelled`` ends it early. The tensor is kept alive until
-    the request has ended. `path`: of the file, for messages.
+    """A `Request` for a tensor of ``nbytes`` on an accelerator. The thread of that device's ring of staging buffers
+    carries it out and sets ``future`` to the bytes moved or to the error; setting ``cancelled`` ends it early. The
+    tensor is kept alive until the request has ended. `path`: of the file, for messages.
     """
 
     __slots__ = ("_cancelled", "_future", "_nbytes")
@@ -54,8 +54,8 @@ class DeviceRequest(Request):
     def wait(self, timeout: float | None = None) -> int:
         """Block until the tensor may be used again and return the bytes moved.
 
-        `timeout` is in seconds. Raises WaitTimeoutError if it passes first, RequestCancelledError after `cancel`, and
-        the error of the read, write or copy that failed.
+        `timeout` is in seconds (None: without end). Raises WaitTimeoutError if it passes first, RequestCancelledError
+        after `cancel`, and the error of the read, write or copy that failed.
         """
         futures.wait([self._future], timeout)
         if not self._future.done():
@@ -63,14 +63,14 @@ class DeviceRequest(Request):
         return self._future.result()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Block until the request has ended, successfully or not, for `timeout` seconds at most; return whether it has.
-        Does not raise its error.
+        """Block until the request has ended, successfully or not, for `timeout` seconds at most (None: without end);
+        return whether it has ended. Does not raise the request's error.
         """
         futures.wait([self._future], timeout)
         return self._future.done()
 
     def cancel(self) -> None:
-        """Start no further chunk of this request; it ends after the chunks under way.
+        """Start no further chunk of this request, which ends after the chunks under way.
 
         `wait` then raises RequestCancelledError, unless the request had ended before.
         """
@@ -136,7 +136,9 @@ class DeviceTransfers:
 
 
 class _CopyStream:
-    """Copies on a stream of their own on one device. For the CPU copies are synchronous and events are None."""
+    """A stream of one device that only copies. On the CPU there is none: copies have ended when their call returns, and
+    all events are None.
+    """
 
     def __init__(self, device: Any) -> None:
         self._torch: Any = importlib.import_module("torch")
@@ -144,19 +146,21 @@ class _CopyStream:
         self._stream = None if device.type == "cpu" else self._torch.Stream(device)
 
     def record_callers_event(self) -> Any:
-        """Return an event for the work that is enqueued on the caller's current stream now; None without a stream."""
+        """Return an event that is reached when the work enqueued so far on the caller's current stream has ended; None
+        on the CPU.
+        """
         if self._stream is None:
             return None
         return self._torch.accelerator.current_stream(self._device).record_event()
 
     def wait_event(self, event: Any) -> None:
-        """Have later copies wait for ``event`` on the device; None: for nothing."""
+        """Have copies that are started later wait, on the device, for ``event``; do nothing if that is None."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def start_copy(self, target: Any, source: Any) -> Any:
-        """Start copying `source` to `target`, tensors of equal size, and return the event of its end; None if it has
-        ended already. Neither may be written before.
+        """Start copying `source` to `target`, tensors of equal size; return an event that is reached when the copy has
+        ended, or None if it already has. Until then neither tensor may be written to.
         """
         if self._stream is None:
             target.copy_(source)
@@ -167,8 +171,8 @@ class _CopyStream:
 
 
 class _StagingRing:
-    """Four pinned host buffers of 8 MiB for one device, kept until the engine is dropped; one thread, that of
-    `executor`, copies through them, one request at a time.
+    """Four pinned host buffers of 8 MiB for one device, kept until the engine is dropped. The one thread of `executor`
+    copies through them, on `copy_stream`, for one request at a time.
     """
 
     def __init__(self, device: Any) -> None:
@@ -185,7 +189,7 @@ class _StagingRing:
     ) -> int:
         """Write ``tensor`` at ``offset`` of the file, chunk by chunk, and return its bytes; runs on the ring's thread.
 
-        ``start``: starts the write of a chunk. ``ready``: event to wait for before the first copy. Raises
+        ``start``: starts the write of a chunk. ``ready``: the event to wait for before the first copy, or None. Raises
         RequestCancelledError if ``cancelled`` was set meanwhile, and the error of a write.
         """
         flat = self._flat_bytes(tensor)
@@ -211,9 +215,9 @@ class _StagingRing:
     ) -> int:
         """Fill ``tensor`` from ``offset`` of the file, chunk by chunk, and return its bytes; runs on the ring's thread.
 
-        ``start``: starts the read of a chunk. ``ready``: event to wait for before the first copy. All copies to the
-        device have ended on return. Raises RequestCancelledError if ``cancelled`` was set meanwhile, and the error of a
-        read; part of the tensor is then written.
+        ``start``: starts the read of a chunk. ``ready``: the event to wait for before the first copy, or None. All
+        copies to the device have ended on return. Raises RequestCancelledError if ``cancelled`` was set meanwhile, and
+        the error of a read; part of the tensor is then written.
         """
         flat = self._flat_bytes(tensor)
         begins = range(0, len(flat), CHUNK_BYTES)
@@ -242,16 +246,16 @@ class _StagingRing:
         return self._finish(pending, len(flat), file, cancelled)
 
     def _wait_for_slot(self, pending: list[Request | None], slot: int) -> None:
-        """Wait for the transfer of buffer number ``slot``, if there is one, take it out of ``pending`` and raise its
-        error.
+        """Wait for the transfer in ``pending`` at index ``slot``, which uses the staging buffer of that number, and
+        replace it by None; raise the transfer's error. Do nothing if it is None.
         """
         request, pending[slot] = pending[slot], None
         if request is not None:
             request.wait()
 
     def _finish(self, pending: list[Request | None], nbytes: int, file: File, cancelled: threading.Event) -> int:
-        """Wait for the transfers in ``pending``, raising the first error, and return ``nbytes``; RequestCancelledError
-        if ``cancelled`` is set.
+        """Wait for all transfers in ``pending``, raising the first error, and return ``nbytes`` as it is;
+        RequestCancelledError, naming the file, if ``cancelled`` is set.
         """
         for slot in range(SLOTS):
             self._wait_for_slot(pending, slot)
@@ -261,7 +265,7 @@ class _StagingRing:
 
 
 def _settle_all(pending: list[Request | None]) -> None:
-    """Wait until all transfers have ended, also after an error, which is not raised: the next request reuses the
+    """Wait until all transfers in ``pending`` have ended, without raising their errors: the next request reuses the
     buffers.
     """
     for request in pending:

@@ -71,8 +71,8 @@ class Engine:
         overlap_events: bool,
         faults: _native.FaultPlan | None,
     ) -> None:
-        """Check the settings and start the native engine; the arguments are those of the constructor. `faults`: what
-        goes wrong in transfers, for tests; None: nothing. Errors as in the class.
+        """Check the settings and start the native engine; the arguments before `faults` are those of the constructor.
+        `faults`: what goes wrong in transfers, for tests; None: nothing. Errors as in the class.
         """
         self._tuned = queue_depth is None and block_bytes is None
         self._settings: dict[str, Any] = {
@@ -116,8 +116,8 @@ class Engine:
 
     @classmethod
     def for_path(cls, path: str | os.PathLike[str]) -> Engine:
-        """Return an engine with the settings that `tune` stored for the device of `path`; defaults if it was never
-        tuned. If the stored backend does not run here, "auto" takes its place.
+        """Return an engine with the settings that `tune` stored for the device of `path`; the default settings if it
+        was never tuned. If the stored backend does not run here, "auto" takes its place.
         """
         from ._tuning import lookup
 
@@ -132,8 +132,9 @@ class Engine:
             return cls(queue_depth=depth, block_bytes=block, threads=threads)
 
     def sibling(self) -> Engine:
-        """Return another engine with the settings of this one, for files on another drive: of drives that share a queue
-        the slowest holds up all. The caller closes it, unless it is this engine itself, as in tests and dry runs.
+        """Return a new engine with the settings of this one, for files on another drive: if several drives share an
+        engine, the slowest holds up all. The caller closes it. Engines for tests and dry runs return themselves
+        instead.
         """
         return Engine(**self._settings)
 
@@ -246,15 +247,17 @@ class Engine:
         )
 
     def _submit(self, write: bool, file: File, buffers: Any, offset: int, checksum: bool) -> Request:
-        """Start a read, or with `write` a write, of host buffers or of one accelerator tensor; errors as for `read`."""
+        """Start a read, or with `write` a write, of one host buffer, a list of them, or one accelerator tensor, at
+        `offset` of the file (bytes); return the request. Errors as for `read`.
+        """
         if _buffers.is_device_tensor(buffers):
             self._native_file_for(file, write)
             return self._get_device_transfers().submit(write, file, buffers, offset, checksum)
         return self.submit_items(write, file, _buffers.describe_all(buffers, not write), offset, checksum)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
-        """Start a read, or with `write` a write, of buffers described by `_buffers.describe`, one after the other to or
-        from one file range at `offset` (bytes); internal. Errors as for `read`.
+        """Start a read, or with `write` a write, of buffers that `_buffers.describe` has described and that follow each
+        other in the file from `offset` (bytes) on; return the request. Internal. Errors as for `read`.
         """
         native = self._native_file_for(file, write)
         require_offset(file.path, offset, sum(map(_buffers.nbytes_of, items)))
@@ -276,8 +279,8 @@ class Engine:
             return self._device_transfers
 
     def _native_file_for(self, file: File, write: bool) -> _native.File:
-        """Return the native file; AccessError if its mode forbids reading (or with `write` writing), ClosedError if it
-        or this engine is closed, or if another engine opened it.
+        """Return the native engine's object for a file. AccessError if the file's mode forbids reading, or with `write`
+        writing; ClosedError if the file or this engine is closed, or if another engine opened the file.
         """
         self._require_open()
         native = file.native
@@ -296,8 +299,8 @@ class Engine:
             raise ClosedError("the engine is closed")
 
     def _settings_for(self, path: str) -> tuple[int, int]:
-        """Return (block bytes, queue depth) tuned for the device of a path; (0, 0), the engine's own, if it was never
-        tuned.
+        """Return (block bytes, queue depth) that were tuned for the device of a path; (0, 0), which stands for this
+        engine's own settings, if it was never tuned.
         """
         from ._tuning import lookup
 
@@ -308,14 +311,18 @@ class Engine:
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> int:
-    """Return `value`; ValueError, with `name` in it, unless it is an integer (not a bool) from `low` to `high`."""
+    """Return `value` if it is an integer (not a bool) from `low` to `high`; else ValueError, with `name` as the
+    setting's name.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"expected {name} to be an integer from {low} to {high}, got {value!r}")
     return value
 
 
 def _check_block_bytes(name: str, value: int) -> int:
-    """Return a block size; ValueError unless it is a multiple of 4096 from 4096 bytes to 1 GiB."""
+    """Return `value` if it is a multiple of 4096 from 4096 bytes to 1 GiB; else ValueError, with `name` as the
+    setting's name.
+    """
     _check_range(name, value, 4096, 1 << 30)
     if value % 4096:
         raise ValueError(f"expected {name} to be a multiple of 4096, got {value}")

@@ -17,7 +17,8 @@ _MAX_OFFSET = 2**63 - 1
 
 
 class File:
-    """A file opened by an engine; close it, or use it as a context manager.
+    """A file opened by an engine; close it, or use it as a context manager. `native`: the native engine's own file
+    object.
 
     Attributes:
         engine: the native engine that opened it; no other can use it.
@@ -53,17 +54,21 @@ class File:
 
     @property
     def granularity(self) -> int:
-        """Return the bytes of which file offsets of direct transfers are multiples; 1 for a buffered file."""
+        """Return the number of bytes of which the file offsets of direct transfers must be multiples; 1 for a buffered
+        file.
+        """
         return self.native.granularity
 
     @property
     def memory_alignment(self) -> int:
-        """Return the bytes of which memory addresses must be multiples to need no copy; 1 for a buffered file."""
+        """Return the number of bytes of which memory addresses must be multiples for a transfer to need no copy; 1 for
+        a buffered file.
+        """
         return self.native.memory_alignment
 
     @property
     def size(self) -> int:
-        """Return the current bytes of the file; ClosedError after `close`."""
+        """Return the current size of the file in bytes; ClosedError after `close`."""
         return self.native.size()
 
     @property
@@ -81,14 +86,14 @@ class File:
             self._finalizer()
 
     def follow(self, future: Future[int], write: bool) -> None:
-        """Have `close`, and for a write `wait_for_device_writes`, wait for the transfer of an accelerator tensor whose
-        result ``future`` has; internal.
+        """Have `close` wait for the transfer of an accelerator tensor whose result ``future`` will have; if it is a
+        write, `wait_for_device_writes` waits for it too. Internal.
         """
         self._device.add(future, write)
 
     def wait_for_device_writes(self) -> BaseException | None:
-        """Wait for the writes of accelerator tensors; return the error of the first that failed since the last call;
-        internal.
+        """Wait for all writes of accelerator tensors to this file. Return the error of the first that failed since the
+        last call, None if none did. Internal.
         """
         self._device.wait(reads=False)
         return self._device.take_failure()
@@ -132,7 +137,9 @@ class _DeviceTransfers:
         return failure
 
     def _end(self, future: Future[int]) -> None:
-        """Forget a transfer that has ended, and keep the error of the first write that failed."""
+        """Forget a transfer that has ended; keep its error for `take_failure` if it is a write that failed and no
+        earlier error is kept.
+        """
         with self._changed:
             if self._under_way.pop(future) and self._failure is None:
                 self._failure = future.exception()

@@ -58,9 +58,9 @@ def dtype_and_shape(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def choose_framework(asked: str) -> str:
-    """Return the framework that is `asked` for, "torch", "numpy" or "memoryview"; for "auto" torch when it is already
-    imported, else NumPy when installed, else "memoryview". AioError if it is not installed, ValueError for another
-    name.
+    """Return the framework that is `asked` for: "torch", "numpy" or "memoryview". For "auto" that is torch if it is
+    already imported, else NumPy if it is installed, else "memoryview". AioError if the framework asked for is not
+    installed, ValueError for another name.
     """
     if asked not in ("auto", "torch", "numpy", "memoryview"):
         raise ValueError(f"expected framework 'auto', 'torch', 'numpy' or 'memoryview', got {asked!r}")
@@ -74,8 +74,9 @@ def choose_framework(asked: str) -> str:
 
 
 def view(framework: str, name: str, dtype: str, shape: tuple[int, ...], memory: memoryview) -> Any:
-    """Return a tensor of the framework over `memory` (bytes), which it keeps alive; the `memory` itself for
-    "memoryview". AioError, with `name` in it, if the framework lacks the dtype (safetensors' spelling).
+    """Return a tensor of `framework` ("torch", "numpy") with this shape over the bytes in `memory`, which the tensor
+    keeps alive; for "memoryview" return `memory` itself. AioError, with the tensor's `name` in it, if the framework
+    lacks `dtype`, which is in safetensors' spelling ("BF16").
     """
     if framework == "torch":
         torch: Any = importlib.import_module("torch")
@@ -96,8 +97,8 @@ def view(framework: str, name: str, dtype: str, shape: tuple[int, ...], memory: 
 
 
 def _numpy_dtype(name: str, dtype: str) -> Any:
-    """Return NumPy's dtype for one of safetensors, from ml_dtypes where NumPy has none; AioError, with the tensor's
-    `name` in it, if neither knows it.
+    """Return NumPy's dtype for a dtype in safetensors' spelling, from ml_dtypes where NumPy itself has none; AioError,
+    with the tensor's `name` in it, if neither has one.
     """
     import numpy
 

@@ -32,13 +32,13 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's data."""
+        """Return the bytes of the tensor's data."""
         return self.end - self.begin
 
 
 def build(entries: Sequence[TensorInfo], metadata: Mapping[str, str], reserve_bytes: int = 0) -> bytes:
-    """Return the length field and JSON of a header, padded with spaces so that the data begins at a multiple of 4096
-    bytes.
+    """Return a safetensors header, which is the length field and the JSON of these entries, padded with spaces so that
+    the data behind it begins at a multiple of 4096 bytes.
 
     `metadata`: strings to strings; left out if empty. `reserve_bytes`: the minimum size, for a header that will be
     rewritten with more entries.
@@ -53,8 +53,8 @@ def build(entries: Sequence[TensorInfo], metadata: Mapping[str, str], reserve_by
 
 
 def header_length(path: str, prefix: bytes, file_bytes: int) -> int:
-    """Return the bytes of length field and header together, from the first eight bytes (`prefix`) of a file of
-    `file_bytes`; FormatError, naming `path`, if that is impossible.
+    """Return the bytes that length field and header have together, from the first eight bytes (`prefix`) of a file of
+    `file_bytes`. FormatError, naming `path`, if the file is too short for them.
     """
     if len(prefix) < 8:
         raise FormatError(f"'{path}' is not safetensors: expected at least 8 bytes, got {len(prefix)}", path=path)
@@ -70,13 +70,14 @@ def header_length(path: str, prefix: bytes, file_bytes: int) -> int:
 
 
 def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[TensorInfo], dict[str, str]]:
-    """Return the entries in file order, and the metadata, of a header's JSON `text`, which `data_bytes` of data follow.
+    """Return the entries, in file order, and the metadata of a header's JSON `text`, behind which the file has
+    `data_bytes` of data.
 
     Raises FormatError, naming `path`, for anything that the format does not allow: unknown dtypes, sizes that do not
     match the shape, overlaps, holes and trailing bytes.
     """
     try:
-        table = json.loads(text, object_pairs_hook=_keys_once)
+        table = json.loads(text, object_pairs_hook=_dict_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"'{path}': the header is not JSON: {error}", path=path) from None
     if not isinstance(table, dict):
@@ -84,7 +85,7 @@ def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[TensorInfo], di
     metadata = table.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError(f"'{path}': expected `__metadata__` to map strings to strings", path=path)
-    entries = sorted((_entry(path, name, value) for name, value in table.items()), key=lambda e: (e.begin, e.end))
+    entries = sorted((_parse_entry(path, name, value) for name, value in table.items()), key=lambda e: (e.begin, e.end))
     position = 0
     for entry in entries:
         if entry.begin != position:
@@ -103,17 +104,17 @@ def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[TensorInfo], di
     return entries, metadata
 
 
-def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict; ValueError for a duplicate key."""
+def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the key-value pairs of a JSON object as a dict; ValueError if a key appears twice."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key appears twice")
     return table
 
 
-def _entry(path: str, name: str, value: Any) -> TensorInfo:
-    """Return one entry of a header's JSON; FormatError, naming `path`, for an invalid name, unknown dtype, or a size
-    that does not match the shape.
+def _parse_entry(path: str, name: str, value: Any) -> TensorInfo:
+    """Return the entry of the tensor `name` from its `value` in a header's JSON. FormatError, naming `path`, for an
+    invalid name, an unknown dtype, or a size that does not match the shape.
     """
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]

@@ -23,8 +23,9 @@ _MOST_BYTES = 1 << 20
 
 
 class FolderRecord(NamedTuple):
-    """What a lock file says: the `id` of its folder; the `folders` that the store had, their paths by id; and those
-    that it had before, where files may be left. Empty where nothing is known.
+    """The content of a lock file: the `id` of its folder; the `folders` of the store when it was written, their paths
+    by id; and `former`, the paths of folders that the store had earlier, where files of it may be left. All are empty
+    if nothing is known.
     """
 
     id: str = ""
@@ -33,12 +34,12 @@ class FolderRecord(NamedTuple):
 
 
 class LockFile:
-    """The lock of a store with this `prefix` in one folder, held until `give_back`. ExtentError while another one, here
-    or in another process, has it, and if it is another user's; OSError if it cannot be made, opened or locked.
+    """The lock of the store named `prefix` in one folder, held until `give_back`. ExtentError if another store object,
+    here or in another process, holds it, and if it is another user's; OSError if it cannot be made, opened or locked.
 
     Attributes:
         folder: the folder.
-        record: what it says.
+        record: the file's present content.
     """
 
     def __init__(self, folder: str, prefix: str) -> None:
@@ -58,19 +59,23 @@ class LockFile:
         except OSError as error:
             os.close(self._descriptor)
             raise OSError(error.errno, f"the file system has no locks ({error.strerror})", path) from error
-        self.record = _record(os.pread(self._descriptor, _MOST_BYTES, 0))
+        self.record = _parse_record(os.pread(self._descriptor, _MOST_BYTES, 0))
 
-    def is_there(self) -> bool:
-        """Return whether the folder is still the one that was locked; False if its drive was unmounted."""
+    def is_same_folder(self) -> bool:
+        """Return whether the path still leads to the folder that was locked; False if its drive was unmounted since."""
         return os.path.exists(self.folder) and os.path.samestat(os.stat(self.folder), self._was)
 
-    def name(self) -> None:
-        """Give the folder an id if it has none, which survives a crash. Raises OSError."""
+    def ensure_id(self) -> None:
+        """Give the folder a new id, which survives a crash, if its record has none. OSError if the lock file cannot be
+        written.
+        """
         if not self.record.id:
             self.write(self.record._replace(id=uuid.uuid4().hex))
 
     def write(self, record: FolderRecord, *, durable: bool = True) -> None:
-        """Replace what the file says; if `durable`, it survives a crash. Raises OSError."""
+        """Replace the content of the lock file, and `self.record`, by `record`; if `durable`, it survives a crash.
+        OSError if it cannot be written.
+        """
         if record == self.record:
             return
         content = json.dumps(record._asdict()).encode() + b"\n"
@@ -85,22 +90,28 @@ class LockFile:
         self.record = record
 
     def give_back(self) -> None:
-        """Release the lock and close the file; the lock is released even if a forked process has a copy of it."""
+        """Release the lock and close the file; the lock is released even if a forked process has a copy of the
+        descriptor.
+        """
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
 
 def read_record(folder: str, prefix: str) -> FolderRecord:
-    """Return what the lock file in a folder says, without locking it; an empty record if there is none."""
+    """Return the content of a store's lock file in a folder, without locking it; an empty record if there is none or it
+    cannot be read.
+    """
     try:
         with open(os.path.join(folder, f"{prefix}.lock"), "rb") as file:
-            return _record(file.read(_MOST_BYTES))
+            return _parse_record(file.read(_MOST_BYTES))
     except OSError:
         return FolderRecord()
 
 
 def holds_files(folder: str, prefix: str) -> bool:
-    """Return whether a folder has files of a store, or cannot be looked at now."""
+    """Return whether a folder has files of the store named `prefix`; True also if the folder cannot be looked
+    at now.
+    """
     try:
         return any(name.startswith(f"{prefix}.g") for name in os.listdir(folder))
     except OSError:
@@ -108,8 +119,9 @@ def holds_files(folder: str, prefix: str) -> bool:
 
 
 def missing_folders(prefix: str, records: Mapping[str, FolderRecord]) -> dict[str, str]:
-    """Return the folders that a store had, by what its lock files say, and that are not among those given, each with
-    the reason, as the end of a sentence. `records`: what the lock files in the folders given say.
+    """Return the folders that a store had, according to its lock files, and that are not among those given: their
+    paths, each with the reason in words, to be used as the end of a sentence. `records`: the content of the lock file
+    in each folder given, by the folder's path.
 
     A folder that can be looked at and holds no files is not missing. One whose lock file is lost is known by its path,
     if it holds files.
@@ -118,7 +130,7 @@ def missing_folders(prefix: str, records: Mapping[str, FolderRecord]) -> dict[st
     listed = {key: path for record in records.values() for key, path in record.folders.items() if key not in here}
     found = {}
     for key, path in listed.items():
-        twin = next((folder for folder in records if _same(folder, path)), None)
+        twin = next((folder for folder in records if _is_same_folder(folder, path)), None)
         if twin is None:
             if read_record(path, prefix).id != key or holds_files(path, prefix):
                 found[path] = f"'{path}', which is not among the paths"
@@ -128,22 +140,24 @@ def missing_folders(prefix: str, records: Mapping[str, FolderRecord]) -> dict[st
 
 
 def _refuse_another_user(path: str, prefix: str) -> None:
-    """Raise ExtentError if the lock file at a path is another user's."""
+    """Raise ExtentError if the lock file at `path`, of the store named `prefix`, belongs to another user; return if it
+    does not, or does not exist.
+    """
     if os.path.exists(path) and (owner := os.stat(path).st_uid) != os.geteuid():
         folder = os.path.dirname(path)
         raise ExtentError(f"'{prefix}' in '{folder}' is another user's store (uid {owner}); name a folder of your own")
 
 
-def _same(one: str, other: str) -> bool:
-    """Return whether two paths are one folder; False if one of them cannot be looked at."""
+def _is_same_folder(one: str, other: str) -> bool:
+    """Return whether two paths lead to the same folder; False if one of them cannot be looked at."""
     try:
         return os.path.samefile(one, other)
     except OSError:
         return False
 
 
-def _record(content: bytes) -> FolderRecord:
-    """Return what a lock file says; an empty record if it is damaged or empty."""
+def _parse_record(content: bytes) -> FolderRecord:
+    """Return the record in a lock file's content; an empty record if the content is empty or damaged."""
     try:
         found = json.loads(content.partition(b"\n")[0])
         own, folders, former = found["id"], found["folders"], found["former"]

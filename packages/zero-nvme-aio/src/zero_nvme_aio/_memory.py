@@ -67,7 +67,7 @@ class BufferPool:
         return sum(buffer.charged_bytes for buffer in self._all)
 
     def take(self, timeout: float | None = None) -> AlignedBuffer:
-        """Take a free buffer out of the pool and return it, its content unspecified; block until there is one.
+        """Take a free buffer out of the pool and return it, its content unspecified; block while none is free.
 
         Raises WaitTimeoutError after `timeout` seconds (None: never), ClosedError once the pool is closed.
         """
@@ -97,8 +97,8 @@ class BufferPool:
         return _Borrowed(self, timeout)
 
     def close(self) -> None:
-        """Close the pool: `take` raises ClosedError, also where it waits, and memory is freed once nothing refers to
-        it. May be called twice.
+        """Close the pool: `take` raises ClosedError, also in threads that are waiting in it, and each buffer's memory
+        is freed once nothing refers to it. May be called twice.
         """
         with self._changed:
             self._closed = True
@@ -114,8 +114,8 @@ class BufferPool:
 
 
 class _Borrowed:
-    """Takes a buffer from a pool for the length of a `with` block, within `timeout` seconds (None: however long it
-    takes).
+    """Takes a buffer from `pool` for the length of a `with` block, waiting up to `timeout` seconds for one (None:
+    without end).
     """
 
     def __init__(self, pool: BufferPool, timeout: float | None) -> None:

@@ -14,7 +14,9 @@ __all__ = ["BackendStatus", "Probe", "probe"]
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """One backend: whether it runs here, and if not, the reason in words and as errno (0 when it runs)."""
+    """One backend of the engine: whether it runs here (`available`), and if not, the reason in words and as errno
+    (empty and 0 if it runs).
+    """
 
     name: str
     available: bool
@@ -41,7 +43,7 @@ class Probe:
     huge_pages: str
 
     def explain(self) -> str:
-        """Return the result as text of several lines."""
+        """Return the result as text of several lines, for people."""
         lines = [f"kernel {self.kernel}"]
         for status in self.backends:
             mark = "chosen" if status.name == self.chosen else "runs" if status.available else "no"
@@ -69,8 +71,8 @@ def probe() -> Probe:
 
 
 def _registered_note(chosen: str | None) -> str:
-    """Return whether staging memory can be registered with the kernel now, as a sentence; ``chosen``: the backend of
-    "auto".
+    """Return a sentence on whether, and how much, staging memory can be registered with the kernel now; ``chosen``: the
+    backend that "auto" takes, None if none runs.
     """
     if chosen != "io_uring":
         return "no buffers are registered without io_uring"
@@ -88,8 +90,8 @@ def _registered_note(chosen: str | None) -> str:
 
 
 def _huge_pages() -> str:
-    """Return the kernel's setting of transparent huge pages: "always", "madvise" or "never", with a remark where it
-    matters; a remark alone where the kernel has none.
+    """Return the kernel's setting of transparent huge pages as text: "always", "madvise", or "never" with a remark;
+    only a remark if the kernel has no such setting.
     """
     try:
         with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:

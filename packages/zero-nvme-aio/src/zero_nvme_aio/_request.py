@@ -18,12 +18,13 @@ NATIVE_CODES = (_native.END_OF_FILE, _native.CANCELLED)
 
 
 class Request:
-    """One transfer under way, made by an engine. It keeps its buffers alive until the kernel is done with them, also
-    when it is dropped.
+    """One transfer under way, made by an engine. The request keeps its buffers alive until the kernel is done with
+    them, also when the request itself is dropped.
 
     May be waited for from several threads and awaited from several asyncio tasks; giving up a wait (timeout, Ctrl-C, a
-    cancelled task) leaves the transfer running. `kind` ("read" or "write") and `path` are for messages; `lent`: tensors
-    whose storage must not change meanwhile.
+    cancelled task) leaves the transfer running. `native` and `engine` are the native request and the native engine that
+    carries it out. `kind` ("read" or "write") and `path` are for messages. `lent`: tensors whose storage must not
+    change meanwhile.
     """
 
     __slots__ = ("__weakref__", "_engine", "_kind", "_lent", "_native", "_path")
@@ -44,8 +45,8 @@ class Request:
 
     @property
     def checksum(self) -> str | None:
-        """Return `"xxh3_64:<16 hex>"` of the bytes moved; None until the request is done, or if it was not
-        asked for.
+        """Return `"xxh3_64:<16 hex>"` of the bytes moved; None until the request is done, or if no checksum was asked
+        for.
         """
         value = self._native.checksum()
         return None if value is None else format_checksum(value)
@@ -71,8 +72,8 @@ class Request:
         return self._result()
 
     def error(self) -> AioError | None:
-        """Return the error that an ended request has, which `wait` raises; None if it moved its bytes or has not ended.
-        Never blocks.
+        """Return the error of a request that has failed, the one that `wait` raises; None if it has not ended or did
+        not fail. Never blocks.
         """
         failure = self._native.failure()
         return None if failure is None else transfer_error(self._kind, self._path, failure, NATIVE_CODES)
@@ -85,13 +86,13 @@ class Request:
 
     def settle(self, timeout: float | None = None) -> bool:
         """Block until the request has ended, successfully or not, for `timeout` seconds at most (None: without end);
-        return whether it has. Does not raise its error. ClosedError in a forked child.
+        return whether it has ended. Does not raise the request's error. ClosedError in a forked child.
         """
         self._refuse_fork()
         return self._native.wait(-1.0 if timeout is None else timeout)
 
     def cancel(self) -> None:
-        """Start no further block of this request; it ends after the blocks that the kernel already has.
+        """Start no further block of this request, which ends after the blocks that the kernel already has.
 
         `wait` then raises RequestCancelledError, unless the request had ended before.
         """
@@ -114,15 +115,15 @@ class Request:
         return f"<Request {self._kind} {self.nbytes} bytes of '{self._path}', {state}>"
 
     def _refuse_fork(self) -> None:
-        """Raise ClosedError if this process is a fork of the one that made the engine and the request has not ended:
-        nothing would end it here.
+        """Raise ClosedError if the request has not ended and this process was forked from the one that made the engine:
+        here nothing would ever end it.
         """
         if self._engine.forked() and not self._native.done():
             raise ClosedError("the request belongs to the parent process; make a new engine after fork()")
 
     def _result(self) -> int:
-        """Return the bytes moved by an ended request, or raise its error; InvalidBufferError if the storage of a tensor
-        was resized or replaced meanwhile. The buffers are no longer kept alive.
+        """Return the bytes that an ended request moved, or raise its error; InvalidBufferError if the storage of a
+        tensor was resized or replaced meanwhile. The first call stops watching the tensors' storage.
         """
         for tensor in self._lent:
             tensor.require_unchanged(self._kind, self._path)
@@ -134,5 +135,5 @@ class Request:
 
 
 def format_checksum(value: int) -> str:
-    """Return an xxh3_64 as text, `"xxh3_64:<16 hex>"`, the form in all files of this project."""
+    """Return an xxh3_64 checksum as text, `"xxh3_64:<16 hex>"`, as it is written in all files of this project."""
     return f"xxh3_64:{value:016x}"

@@ -1,4 +1,4 @@
-"""The sweep behind `zero-nvme-aio bench`."""
+"""The measurements of `zero-nvme-aio bench`: every setting of the engine, beside other tools (peers), in rounds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Peers", "Row", "points", "save_plot", "sweep", "table"]
 
 
 class Row(NamedTuple):
-    """One line of the result: ``who`` (the label of a setting or a peer), its memory, block size, depth, kind of load
-    ("read", "write" or "mixed"), and the samples.
+    """One line of the result: ``who`` (the label of a setting or a peer), the kind of its memory ("aligned" or
+    "plain"), block size, queue depth, kind of load ("read", "write" or "mixed"), and the samples.
     """
 
     who: str
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """The peers to be measured beside the engine: fio, and DeepSpeed's async_io."""
+    """Which peers are measured beside the engine: fio, and DeepSpeed's async_io."""
 
     fio: bool = False
     deepspeed: bool = False
@@ -78,12 +78,14 @@ def sweep(
     contenders: list[tuple[Row, Callable[[], Sample]]] = [
         (
             Row(_label(setting), setting.memory, setting.block_bytes, setting.queue_depth, kind, []),
-            partial(one, setting, kind, path, memories[setting.memory], nbytes),
+            partial(measure_once, setting, kind, path, memories[setting.memory], nbytes),
         )
         for setting, kind in itertools.product(settings, kinds)
     ]
     try:
-        contenders += _peers(peers, path, settings, [kind for kind in kinds if kind != "mixed"], nbytes, memories)
+        contenders += _peer_measurements(
+            peers, path, settings, [kind for kind in kinds if kind != "mixed"], nbytes, memories
+        )
         for round_number in range(repeats + 1):
             for row, action in contenders:
                 sample = action()
@@ -101,7 +103,7 @@ def _label(setting: Setting) -> str:
     return f"{setting.backend} x{setting.threads} {setting.memory if setting.direct else 'buffered'}"
 
 
-def _peers(
+def _peer_measurements(
     peers: Peers,
     path: str,
     settings: Sequence[Setting],
@@ -109,9 +111,9 @@ def _peers(
     nbytes: int,
     memories: Mapping[str, memoryview],
 ) -> Iterator[tuple[Row, Callable[[], Sample]]]:
-    """Yield an empty row and the function that measures it once, for each peer asked for at every block size and depth
-    of the settings. `memories`: the memory of each kind that a setting uses, of `nbytes`, as large as the file at
-    `path`.
+    """Yield, for each peer asked for, each kind of load, and each block size and depth in `settings`, an empty row and
+    the function that measures it once. `path`: the file of `nbytes` to be read and written. `memories`: memory of
+    `nbytes` by kind, "aligned" and, if a setting uses it, "plain".
     """
     shapes = sorted({(setting.block_bytes, setting.queue_depth) for setting in settings})
     for (block, depth), kind in itertools.product(shapes, kinds):
@@ -134,9 +136,9 @@ def _peers(
                 )
 
 
-def one(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int) -> Sample:
-    """Measure one transfer of the whole file of `nbytes` with a setting, from or to `memory`; "mixed" reads one half
-    while it writes the other.
+def measure_once(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int) -> Sample:
+    """Measure one transfer of the whole file of `nbytes` at `path` with an engine of this setting, from or to `memory`.
+    `kind`: "read", "write", or "mixed", which reads one half while it writes the other.
     """
     with setting.engine() as io, io.open(path, "rw", direct="auto" if setting.direct else False) as file:
         # Every progress thread gets its staging ring before the clock starts.
@@ -148,7 +150,7 @@ def one(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int)
         half = nbytes // 2 // 4096 * 4096
 
         def mixed() -> int:
-            """Read half of the memory while the other half is written; return the bytes of both."""
+            """Read the first half of the file while the second half is written; return the bytes of both."""
             reading = io.read(file, memory[:half], 0)
             writing = io.write(file, memory[half:], half)
             return reading.wait() + writing.wait()
@@ -157,10 +159,10 @@ def one(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int)
 
 
 def table(rows: Sequence[Row]) -> Any:
-    """Return a rich table, fastest first per kind.
+    """Return a rich table of the rows, fastest first within each kind of load.
 
-    The ratios are to the fastest fio point of the kind, to the lowest processor time of its libaio points, and to
-    DeepSpeed's fastest point with the same kind of memory.
+    The ratios are to the fastest fio row of the same kind, to the lowest processor time of its libaio rows, and to
+    DeepSpeed's fastest row with the same kind of memory.
     """
     from rich.table import Table
 
@@ -177,11 +179,14 @@ def table(rows: Sequence[Row]) -> Any:
         speeds = [sample.gb_per_s for sample in row.samples]
         own = [other for other in rows if other.kind == row.kind]
         libaio = [measure.median(r.samples).cpu_s_per_gb for r in own if r.who == "fio libaio"]
-        deepspeed = _speeds([r for r in own if r.memory == row.memory], "DeepSpeed")
+        deepspeed = _median_speeds([r for r in own if r.memory == row.memory], "DeepSpeed")
         cells = [row.who, _format_size(row.block_bytes), str(row.queue_depth), row.kind, f"{middle.gb_per_s:.2f}"]
         cells += [f"{min(speeds):.2f}-{max(speeds):.2f}", f"{middle.cpu_s_per_gb:.4f}"]
         if with_fio:
-            cells += [_ratio(middle.gb_per_s, _speeds(own, "fio"), max), _ratio(middle.cpu_s_per_gb, libaio, min)]
+            cells += [
+                _ratio(middle.gb_per_s, _median_speeds(own, "fio"), max),
+                _ratio(middle.cpu_s_per_gb, libaio, min),
+            ]
         if with_deepspeed:
             cells.append(_ratio(middle.gb_per_s, deepspeed, max))
         out.add_row(*cells)
@@ -189,13 +194,13 @@ def table(rows: Sequence[Row]) -> Any:
 
 
 def _ratio(value: float, peers: list[float], best: Callable[[list[float]], float]) -> str:
-    """Return the ratio to the `best` (`max` or `min`) of the peers as text; empty if there is none (a mixed load), or
-    if it used no measurable time.
+    """Return the ratio of `value` to the `best` (`max` or `min`) of the values of `peers`, as text; empty if there are
+    no peers (a mixed load), or if their best is 0.
     """
     return f"{value / best(peers):.2f}" if peers and best(peers) > 0 else ""
 
 
-def _speeds(rows: Sequence[Row], who: str) -> list[float]:
+def _median_speeds(rows: Sequence[Row], who: str) -> list[float]:
     """Return the median GB/s of the rows whose label begins with `who`."""
     return [measure.median(row.samples).gb_per_s for row in rows if row.who.startswith(who)]
 

@@ -69,15 +69,15 @@ def load(
     """Read a safetensors file; return a dict of tensors, or the tensor itself if `save` was given one.
 
     `names`: load only these; by default all, or those in `out`. `framework`: "torch", "numpy", "memoryview" (bytes), or
-    "auto": torch if it is already imported, else NumPy if installed. `out`: destinations by name, of the right number
-    of bytes, which are filled and returned instead. Tensors that are adjacent in the file share one AlignedBuffer.
-    Raises FormatError, EndOfFileError, MissingPathError, KeyError for a name that is not in the file,
-    InvalidBufferError for a destination of another size, AioError for a dtype that the framework lacks.
+    "auto": torch if it is already imported, else NumPy if installed. `out`: buffers by name, each of exactly its
+    tensor's bytes, which are filled and returned instead of new tensors. Tensors that are adjacent in the file share
+    one AlignedBuffer. Raises FormatError, EndOfFileError, MissingPathError, KeyError for a name that is not in the
+    file, InvalidBufferError for a destination of another size, AioError for a dtype that the framework lacks.
     """
     chosen = choose_framework(framework)
     with _given_or_new_engine(engine) as io, io.open(path) as file:
         start, entries, metadata = read_header(io, file)
-        wanted = _select(file.path, entries, names if names is not None else out)
+        wanted = _entries_named(file.path, entries, names if names is not None else out)
         if out is not None:
             _read_into(io, file, start, wanted, out)
             return {entry.name: out[entry.name] for entry in wanted}
@@ -88,8 +88,8 @@ def load(
 
 
 def read_header(io: Engine, file: File) -> tuple[int, list[TensorInfo], dict[str, str]]:
-    """Return the offset of the data in the file (bytes), the entries in file order, and the metadata; FormatError if
-    the file is not safetensors.
+    """Read the header of an open safetensors file through the engine `io`; return the offset of the data in the file
+    (bytes), the entries in file order, and the metadata. FormatError if the file is not safetensors.
     """
     size = file.size
     first = bytearray(min(size, _header.PAGE))
@@ -114,8 +114,8 @@ def sync_folder(folder: str) -> None:
 
 @contextmanager
 def _given_or_new_engine(given: Engine | None) -> Iterator[Engine]:
-    """Return a context manager that yields the given engine, which stays open, or without one a new engine that is
-    closed afterwards.
+    """Return a context manager that yields the engine `given`, which stays open, or, if that is None, a new engine that
+    is closed afterwards.
     """
     if given is not None:
         yield given
@@ -125,8 +125,8 @@ def _given_or_new_engine(given: Engine | None) -> Iterator[Engine]:
 
 
 def _layout(tensors: Mapping[str, Any]) -> tuple[list[TensorInfo], list[Any]]:
-    """Return the header entries of the tensors, and their described buffers in the same order, widest elements first,
-    then by name. InvalidBufferError names a tensor that cannot be saved.
+    """Return the header entries of the tensors, and their memory in the same order, as `_buffers.describe` describes
+    it: widest elements first, then by name. InvalidBufferError names a tensor that cannot be saved.
     """
     described = []
     for name, tensor in tensors.items():
@@ -147,7 +147,7 @@ def _layout(tensors: Mapping[str, Any]) -> tuple[list[TensorInfo], list[Any]]:
     return entries, [item for *_, item in described]
 
 
-def _select(path: str, entries: list[TensorInfo], names: Iterable[str] | None) -> list[TensorInfo]:
+def _entries_named(path: str, entries: list[TensorInfo], names: Iterable[str] | None) -> list[TensorInfo]:
     """Return the entries with these names (None: all), in file order; KeyError, naming `path`, for a missing one."""
     if names is None:
         return entries
@@ -160,8 +160,8 @@ def _select(path: str, entries: list[TensorInfo], names: Iterable[str] | None) -
 
 
 def _read_into(io: Engine, file: File, start: int, entries: list[TensorInfo], out: Mapping[str, Any]) -> None:
-    """Read each entry into the buffer of its name in `out`, all at once; `start`: the offset of the data in the file.
-    InvalidBufferError if a buffer has another size or cannot be used.
+    """Read each entry's data from the file into the buffer of its name in `out`; return when all have been read.
+    `start`: the offset of the data in the file. InvalidBufferError if a buffer has another size or cannot be used.
     """
     requests = []
     for entry in entries:
@@ -180,12 +180,12 @@ def _read_into(io: Engine, file: File, start: int, entries: list[TensorInfo], ou
 
 
 def _read_fresh(io: Engine, file: File, start: int, entries: list[TensorInfo], framework: str) -> dict[str, Any]:
-    """Read the entries into new memory and return tensors of the framework by name; entries that are adjacent in the
-    file share one AlignedBuffer. `start`: the offset of the data in the file.
+    """Read the entries' data into new memory; return tensors of `framework` ("torch", "numpy" or "memoryview") by name.
+    Entries that are adjacent in the file share one AlignedBuffer. `start`: the offset of the data in the file.
     """
     requests = []
     pieces: dict[str, tuple[TensorInfo, memoryview, bool]] = {}
-    for run in _adjacent_groups(entries):
+    for run in _adjacent_runs(entries):
         begin, end = start + run[0].begin, start + run[-1].end
         # The memory is as far from a page as the file offset is, so that direct I/O needs no copy.
         lead = begin % _header.PAGE
@@ -198,15 +198,15 @@ def _read_fresh(io: Engine, file: File, start: int, entries: list[TensorInfo], f
             pieces[entry.name] = (entry, piece, misplaced)
     for request in requests:
         request.wait()
-    return {name: _tensor(framework, *found) for name, found in pieces.items()}
+    return {name: _make_tensor(framework, *found) for name, found in pieces.items()}
 
 
-def _tensor(framework: str, entry: TensorInfo, piece: memoryview, misplaced: bool) -> Any:
-    """Return an entry's tensor, which shares and keeps alive the bytes `piece`.
+def _make_tensor(framework: str, entry: TensorInfo, piece: memoryview, misplaced: bool) -> Any:
+    """Return an entry's tensor over the bytes `piece`, which it keeps alive. `framework`: "torch", "numpy", or
+    "memoryview", for which `piece` itself is returned.
 
-    `misplaced`: `piece` is not aligned to the element size; then torch and NumPy get an aligned copy. "memoryview"
-    returns `piece` itself. FormatError if the framework cannot make a tensor of this shape from the bytes; AioError if
-    it lacks the dtype.
+    `misplaced`: `piece` is not aligned to the element size; then torch and NumPy get an aligned copy. FormatError if no
+    tensor of this shape can be made of the bytes; AioError if the framework lacks the dtype.
     """
     if misplaced and framework != "memoryview":
         copy = memoryview(AlignedBuffer(len(piece)))
@@ -218,7 +218,7 @@ def _tensor(framework: str, entry: TensorInfo, piece: memoryview, misplaced: boo
         raise FormatError(f"tensor '{entry.name}' cannot be made of its bytes: {error}") from None
 
 
-def _adjacent_groups(entries: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
+def _adjacent_runs(entries: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
     """Yield the entries, which are in file order, in lists of those that follow each other without a gap."""
     run: list[TensorInfo] = []
     for entry in entries:

@@ -32,8 +32,8 @@ def cache_path() -> str:
 
 
 def device_key(path: str) -> str | None:
-    """Return a text that identifies the device of `path` on this host (or of its folder if it does not exist yet); None
-    if neither exists.
+    """Return a text that identifies, on this host, the device on which `path` is, or its folder if `path` does not
+    exist yet; None if neither exists.
     """
     for candidate in (path, os.path.dirname(path) or "."):
         try:
@@ -51,20 +51,20 @@ def lookup(path: str) -> Tuning | None:
     if not os.path.exists(cache_path()):
         return None
     key = device_key(path)
-    entry = None if key is None else _read().get(key)
+    entry = None if key is None else _read_entries().get(key)
     return None if entry is None else _valid_tuning(entry)
 
 
 def remember(path: str, tuning: Tuning) -> None:
-    """Store the setting for the device of `path`, in place of an earlier one; FileNotFoundError if neither it nor its
-    folder exists, OSError if the file cannot be written.
+    """Store `tuning` for the device of `path`, in place of an earlier one; FileNotFoundError if neither `path` nor its
+    folder exists, OSError if the file of settings cannot be written.
     """
     import json
 
     key = device_key(path)
     if key is None:
         raise FileNotFoundError(f"'{path}' does not exist, so it is on no device")
-    entries = _read()
+    entries = _read_entries()
     entries[key] = tuning._asdict()
     target = cache_path()
     os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -74,8 +74,10 @@ def remember(path: str, tuning: Tuning) -> None:
     os.replace(scratch, target)
 
 
-def _read() -> dict[str, Any]:
-    """Return the stored settings as plain values, by device; empty if the file is missing or damaged."""
+def _read_entries() -> dict[str, Any]:
+    """Return the content of the file of settings, undecoded: the fields of a `Tuning` by name, for each device key.
+    Empty if the file is missing or damaged.
+    """
     import json
 
     try:
@@ -87,8 +89,8 @@ def _read() -> dict[str, Any]:
 
 
 def _valid_tuning(entry: Any) -> Tuning | None:
-    """Return an entry of the file as a setting; None unless it has the fields of one, a known backend, and numbers that
-    `Engine` takes.
+    """Return an entry of the file of settings as a `Tuning`; None unless it has exactly the fields, a known backend,
+    and numbers that `Engine` accepts.
     """
     try:
         tuning = Tuning(**entry)

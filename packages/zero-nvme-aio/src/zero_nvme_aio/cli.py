@@ -19,26 +19,27 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C. Arguments
-    that the parser refuses end the program with status 2.
+    """Run the command `zero-nvme-aio` with `arguments` (None: those of the process) and return its exit status: 0, 1
+    after an error (one line on stderr), 130 after Ctrl-C. Arguments that the parser refuses end the program with status
+    2.
     """
     options = parser().parse_args(arguments)
     action: Callable[[argparse.Namespace], None] = options.action
     try:
         action(options)
     except (AioError, _MissingExtraError) as error:
-        return _fail(str(error))
+        return _print_error(str(error))
     except OSError as error:
-        return _fail(str(error) if error.filename is None else f"'{error.filename}': {error.strerror}")
+        return _print_error(str(error) if error.filename is None else f"'{error.filename}': {error.strerror}")
     except ValueError as error:  # a setting out of range
-        return _fail(str(error))
+        return _print_error(str(error))
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-def _fail(message: str) -> int:
-    """Print one line on stderr and return the exit status of an error."""
+def _print_error(message: str) -> int:
+    """Print `message` on stderr as one line, behind the program's name; return 1, the exit status of an error."""
     print(f"zero-nvme-aio: {message}", file=sys.stderr)
     return 1
 
@@ -48,10 +49,14 @@ class _MissingExtraError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
+    """Parses the command line; its message about an unknown word suggests the known word that is spelt most like it.
+    Named as the private parser classes of other packages' commands.
+    """
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and the message, with the nearest known word added if a choice is unknown."""
+        """Print the usage and `message` on stderr and exit with status 2. If the message is about an unknown choice,
+        the known choice that is spelt most like it is added.
+        """
         import difflib
 
         unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
@@ -60,7 +65,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser; parsed options have the function to run in ``action``."""
+    """Return the parser of the command line. Its result has in ``action`` the function that runs the chosen subcommand,
+    which takes that result as its only argument.
+    """
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-nvme-aio",
         description="Fast asynchronous file I/O: look, measure, tune, copy.",
@@ -143,8 +150,8 @@ def _run_probe(options: argparse.Namespace) -> None:
     print(probe().explain())
 
 
-def _console() -> Any:
-    """Return a console of rich. Raises _MissingExtraError without rich."""
+def _rich_console() -> Any:
+    """Return rich's `Console` on standard output, for tables; _MissingExtraError if rich is not installed."""
     try:
         from rich.console import Console
     except ImportError:
@@ -154,11 +161,11 @@ def _console() -> Any:
 
 def _run_bench(options: argparse.Namespace) -> None:
     """Measure every combination of the options' settings, beside fio and DeepSpeed if they are asked for, and print a
-    table; with `--png` also plot it. A missing optional package raises _MissingExtraError.
+    table; with `--png` also write a plot. _MissingExtraError if an optional package that this needs is not installed.
     """
     from . import _async_io, _fio, _sweep
 
-    console = _console()
+    console = _rich_console()
     if options.deepspeed and not _async_io.available():
         raise _MissingExtraError("DeepSpeed is not installed; pip install deepspeed, or leave --deepspeed out")
     peers = _sweep.Peers(fio=not options.no_fio and _fio.available(), deepspeed=options.deepspeed)
@@ -211,8 +218,8 @@ def _run_tune(options: argparse.Namespace) -> None:
 
 
 def _run_copy(options: argparse.Namespace) -> None:
-    """Copy the source to the target through an engine, with `--verify` comparing checksums; wait until it is on stable
-    storage without `--no-sync`. Raises as `copy_file` does.
+    """Copy the options' source to their target through an engine; with `--verify` read the copy back and compare
+    checksums, and without `--no-sync` wait until it is on stable storage. Errors are those of `copy_file`.
     """
     from ._copy import copy_file
     from ._engine import Engine
@@ -231,11 +238,11 @@ def _run_copy(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(title: str, total: int | None, *, in_bytes: bool = True) -> Iterator[Callable[..., None] | None]:
-    """Show a progress bar of `total` bytes or, without `in_bytes`, measurements on standard error while the `with`
-    statement runs; what is printed meanwhile appears above it.
+    """Return a context manager that shows a progress bar on standard error while its block runs. The bar counts up to
+    `total` (None: not known yet), in bytes, or without `in_bytes` in measurements.
 
-    Yields the function that advances it by a number, and takes the total as a second argument where it was not known;
-    None where standard error is no terminal, and without rich.
+    It yields a function that advances the bar by its first argument; a second argument replaces the total. It yields
+    None, and shows nothing, if standard error is no terminal or rich is not installed.
     """
     if not sys.stderr.isatty():
         yield None

@@ -31,7 +31,7 @@ class DryRunEngine(Engine):
         self._lengths: dict[str, int] = {}
 
     def sibling(self) -> DryRunEngine:
-        """Return this engine, which counts the bytes of all drives."""
+        """Return this engine itself, also for files on other drives: it counts the bytes of all drives together."""
         return self
 
     @property
@@ -58,8 +58,9 @@ class DryRunEngine(Engine):
         return _DryRunFile(name, mode)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
-        """Count the bytes of described buffers and return an ended request; a write extends the file to its end.
-        InvalidOffsetError for an impossible offset.
+        """Count the bytes of described buffers (`_buffers.describe_all`) as read, or with `write` as written, and
+        return a request that has ended. A write extends the file, which stays sparse, to its end. `checksum`: give the
+        request a constant checksum. InvalidOffsetError for an impossible offset.
         """
         nbytes = sum(map(_buffers.nbytes_of, items))
         require_offset(file.path, offset, nbytes)
@@ -106,7 +107,7 @@ class _DryRunFile(File):
 
     @property
     def size(self) -> int:
-        """The present size of the sparse file in bytes."""
+        """Return the present size of the sparse file in bytes."""
         return os.stat(self.path).st_size
 
     def close(self) -> None:
@@ -117,8 +118,8 @@ class _DryRunFile(File):
 
 
 class _EndedRequest(Request):
-    """A `Request` of a dry run, which has ended successfully: `wait` returns its bytes at once; `checksum`, if asked
-    for, is the same for all.
+    """A `Request` of a dry run for `nbytes`, which has ended successfully: `wait` returns `nbytes` at once. With
+    `checksum` its checksum is a constant, otherwise None.
     """
 
     __slots__ = ("_nbytes", "_summed")
@@ -129,12 +130,12 @@ class _EndedRequest(Request):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the request was for."""
+        """Return the bytes that the request was for."""
         return self._nbytes
 
     @property
     def checksum(self) -> str | None:
-        """A constant in place of the checksum if one was asked for, else None."""
+        """Return a constant in place of the checksum if one was asked for, else None."""
         return _CHECKSUM if self._summed else None
 
     def done(self) -> bool:
@@ -146,11 +147,11 @@ class _EndedRequest(Request):
         return self._nbytes
 
     def error(self) -> None:
-        """Return None: it succeeded."""
+        """Return None: no request of a dry run fails."""
         return None
 
     def times(self) -> tuple[int, int]:
-        """Return (0, 0): it took no time."""
+        """Return (0, 0) as the times at which the request was submitted and ended."""
         return 0, 0
 
     def settle(self, timeout: float | None = None) -> bool:

@@ -69,7 +69,7 @@ class AioError(OSError):
 
 
 def _rebuild(cls: type[AioError], message: str, fields: dict[str, Any]) -> AioError:
-    """Return an error with this class, message and fields: the inverse of pickling."""
+    """Return an error of class `cls` with this message and these fields, by name, as pickling saved them."""
     return cls(message, **fields)
 
 
@@ -142,7 +142,9 @@ class ExtentError(AioError, LookupError):
 
 
 def open_error(path: str, error: OSError) -> OpenError:
-    """Return the typed error for a file that could not be opened, by the errno of `error`."""
+    """Return the typed error, to be raised, for the file at `path` that could not be opened; the errno of `error`
+    chooses the class.
+    """
     code = error.errno
     kinds: dict[int | None, tuple[type[OpenError], str]] = {
         _errno.ENOENT: (MissingPathError, "it does not exist; mode 'w' or 'rw' creates it, in a directory that exists"),
@@ -157,10 +159,10 @@ def open_error(path: str, error: OSError) -> OpenError:
 
 
 def transfer_error(kind: str, path: str, native: tuple[int, int, int, int], native_codes: tuple[int, int]) -> AioError:
-    """Return the typed error for a failed request of `kind` ("read", "write", …), to be raised.
+    """Return the typed error, to be raised, for a failed request of `kind` ("read", "write", …) on the file at `path`.
 
     `native`: (code, offset in the file, bytes expected, bytes moved), as the native engine reports it; the code is an
-    errno, or one of `native_codes`, those for end of file and for cancelled.
+    errno, or one of `native_codes`: (code for end of file, code for cancelled).
     """
     code, offset, expected, got = native
     end_of_file, cancelled = native_codes
@@ -196,8 +198,8 @@ def transfer_error(kind: str, path: str, native: tuple[int, int, int, int], nati
 
 
 def free_bytes(path: str) -> int | None:
-    """Return the bytes that this user may still write on the file system of `path`; None if that cannot be
-    found out.
+    """Return the bytes that this user may still write on the file system of `path`; None if the file system does not
+    tell.
     """
     try:
         info = os.statvfs(path)

@@ -37,9 +37,9 @@ _POLL_SECONDS = 0.0005
 
 
 class GdsRequest:
-    """A transfer of `nbytes` by kvikio; used like `Request`. kvikio starts all of it at once, as `futures`, so `cancel`
-    stops nothing. It keeps its buffers (`owners`) alive until `wait` or `settle`; its `checksum` is None. `path`: of
-    the file, for messages.
+    """A transfer of `nbytes` by kvikio; used like `Request`. kvikio starts all of it at once, as `futures`, one for
+    each buffer, so `cancel` stops nothing. The request keeps its buffers, `owners`, alive until `wait` or `settle`. Its
+    `checksum` is None. `path`: of the file, for messages.
     """
 
     checksum: str | None = None
@@ -113,7 +113,7 @@ class GdsRequest:
 
 class GdsFile:
     """A file opened by a GdsEngine; close it, or use it as a context manager. `path`: as the user gave it; `mode`: "r",
-    "w" or "rw". `handle`: kvikio's file, which `close` closes.
+    "w" or "rw". `handle`: the file object of kvikio, which `close` closes.
     """
 
     def __init__(self, handle: Any, path: str, mode: str) -> None:
@@ -128,14 +128,14 @@ class GdsFile:
 
     @property
     def handle(self) -> Any:
-        """Return kvikio's file; ClosedError after `close`."""
+        """Return the file object of kvikio; ClosedError after `close`."""
         if self._handle is None:
             raise ClosedError(f"'{self.path}' is closed", path=self.path)
         return self._handle
 
     @property
     def size(self) -> int:
-        """Return the current bytes of the file at `path`."""
+        """Return the current size in bytes of the file at `path`, open or not; OSError if it is gone."""
         return os.stat(self.path).st_size
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class GdsEngine:
 
     @property
     def direct(self) -> bool:
-        """Return whether transfers really go by GPUDirect; otherwise kvikio uses POSIX I/O."""
+        """Return whether transfers bypass host memory; if not, kvikio uses POSIX I/O."""
         return not bool(importlib.import_module("kvikio.defaults").is_compat_mode_preferred())
 
     @property
@@ -232,8 +232,8 @@ class GdsEngine:
         self.close()
 
     def _start(self, write: bool, file: GdsFile, buffers: Any, offset: int, checksum: bool) -> GdsRequest:
-        """Start a read, or with `write` a write, of one buffer or a list of them, one after the other in the file;
-        errors as for `read`.
+        """Start a read, or with `write` a write, of one buffer or of a list of buffers that follow each other in the
+        file from `offset` (bytes) on; return the request. Errors as for `read`.
         """
         self._require_open()
         if checksum:
@@ -263,8 +263,8 @@ class GdsEngine:
 
 
 def _try_open(path: str, mode: str) -> None:
-    """Open and close a file, so that errors are typed (kvikio's are not) and "rw" creates it (kvikio does not). OSError
-    if it cannot be opened, or is a directory.
+    """Open a file in this mode and close it again, because kvikio's own errors are not typed and its "rw" does not
+    create the file. OSError if it cannot be opened, or is a directory.
     """
     fd = os.open(path, _OPEN_FLAGS[mode] | os.O_CLOEXEC, 0o666)
     is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
@@ -274,8 +274,8 @@ def _try_open(path: str, mode: str) -> None:
 
 
 def _flat(buffer: Any) -> Any:
-    """Return a buffer with `nbytes` for kvikio: a tensor as flat bytes, other buffers as they are or as a memoryview,
-    without a copy. InvalidBufferError for a strided tensor.
+    """Return `buffer` in a form that has `nbytes`, as kvikio needs it, without a copy: a tensor as flat bytes, another
+    buffer as it is or as a memoryview. InvalidBufferError for a strided tensor.
     """
     if not _buffers.is_tensor(buffer):
         return buffer if hasattr(buffer, "nbytes") else memoryview(buffer)

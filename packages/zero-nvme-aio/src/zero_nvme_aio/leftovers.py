@@ -1,5 +1,8 @@
 """Finds and removes the files of extent stores whose process was killed, without touching a store that is in use.
 
+A generation is the files that a store writes between two seals. Sealing writes the generation's index; the files of one
+without an index are unsealed, and nobody can read them again.
+
 `zero-launch doctor --swap FOLDER` finds this file by its entry point, `zero_launch.leftovers`.
 """
 
@@ -23,9 +26,8 @@ _SWAP = re.compile(r"(?:optimizer|parameters|activations|parked)\.rank\d+(?:-gra
 
 @dataclass(frozen=True)
 class Leftover:
-    """The files of one store that nobody needs: its prefix, the files, and the bytes of the drive that they alone take.
-
-    A file that a checkpoint has linked takes none: it stays there under its other name.
+    """The files of one store that nobody needs: the store's prefix, the paths, and the bytes of the drive that these
+    files alone take. A file that a checkpoint has linked counts 0 bytes: its content stays under the other name.
     """
 
     prefix: str
@@ -34,22 +36,23 @@ class Leftover:
 
 
 def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
-    """Return what nobody needs in ``folders`` (all folders of the stores) of stores that no process has open.
+    """Return the files in ``folders`` that nobody needs, one `Leftover` for each store that has some; stores that a
+    process has open are left out. ``folders``: all folders of the stores.
 
-    That is the unsealed generations, and of a rank's swap (``optimizer``, ``parameters``, ``activations`` or ``parked``
-    with ``.rank<N>``) the sealed ones too. With ``remove`` they are deleted; links that checkpoints have to the files
-    stay. The sealed generations of other stores stay, since a process may resume from them, also where the folder with
-    their index is not in ``folders``; so do files without a lock file in any of the folders, which no store wrote.
-    Raises OSError for a folder that cannot be read.
+    Nobody needs unsealed generations; of a rank's swap (``optimizer``, ``parameters``, ``activations`` or ``parked``
+    with ``.rank<N>``) nobody needs the sealed ones either. With ``remove`` these files are deleted; links that
+    checkpoints have to them stay. The sealed generations of other stores stay, since a process may resume from them,
+    also if the folder with their index is not in ``folders``; so do files without a lock file in any of the folders,
+    which no store wrote. Raises OSError for a folder that cannot be read.
     """
     found = []
-    for prefix in sorted(_stores(folders)):
+    for prefix in sorted(_files_by_store(folders)):
         lock = next((p for f in folders if os.path.isfile(p := os.path.join(f, f"{prefix}.lock"))), None)
         if lock is None:
             continue
-        with _locked(lock) as ours:
+        with _try_locked(lock) as ours:
             # Looked at again: until the lock was ours, the store may have been sealing.
-            files = _not_needed(prefix, _stores(folders).get(prefix, []), folders) if ours else []
+            files = _unneeded_files(prefix, _files_by_store(folders).get(prefix, []), folders) if ours else []
             if not files:
                 continue
             details = [os.lstat(path) for path in files]
@@ -61,14 +64,14 @@ def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
 
 
 def remove_store(folders: Sequence[str], prefix: str) -> list[str]:
-    """Remove all files of a store that no process has open from ``folders``, the sealed ones too, and also where other
-    folders of it are missing; return their paths. Hard links elsewhere keep their content; the lock files stay. Raises
-    ExtentError while a process has it open, OSError for a folder or file that cannot be used.
+    """Remove all files of the store named `prefix` from ``folders``, also the sealed ones and also if other folders of
+    the store are missing; return their paths. Hard links elsewhere keep their content; the lock files stay. ExtentError
+    if a process has the store open, OSError for a folder or file that cannot be used.
     """
     with ExitStack() as held:
         for folder in {os.path.realpath(folder) for folder in folders}:
             held.callback(LockFile(folder, prefix).give_back)
-        found = sorted(_stores(folders).get(prefix, []), key=lambda path: not path.endswith(".index"))
+        found = sorted(_files_by_store(folders).get(prefix, []), key=lambda path: not path.endswith(".index"))
         for path in found:
             os.unlink(path)
         return found
@@ -85,7 +88,7 @@ def report(folders: Sequence[str], remove: bool) -> list[str]:
     ]
 
 
-def _stores(folders: Sequence[str]) -> dict[str, list[str]]:
+def _files_by_store(folders: Sequence[str]) -> dict[str, list[str]]:
     """Return the paths of each store's files in the folders, by the store's prefix; OSError for a folder that cannot be
     read.
     """
@@ -99,17 +102,19 @@ def _stores(folders: Sequence[str]) -> dict[str, list[str]]:
     return stores
 
 
-def _not_needed(prefix: str, paths: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Return those of a store's files that no process needs, indexes first, since without its index a generation does
-    not exist. Of a rank's swap that is all of them, of other stores those of unsealed generations.
+def _unneeded_files(prefix: str, paths: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Return those of the ``paths``, all files of the store named `prefix` in ``folders``, that nobody needs: of a
+    rank's swap all of them, of another store those of unsealed generations. Indexes come first, since a generation
+    without its index does not exist.
     """
-    found = paths if _SWAP.fullmatch(prefix) else _unsealed(prefix, paths, folders)
+    found = paths if _SWAP.fullmatch(prefix) else _files_without_index(prefix, paths, folders)
     return sorted(found, key=lambda path: not path.endswith(".index"))
 
 
-def _unsealed(prefix: str, paths: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Return the files of one store whose generation has no index. If folders that the store had are missing, those
-    that may have been sealed, which cannot be written to, are not among them.
+def _files_without_index(prefix: str, paths: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Return those of the ``paths``, all files of the store named `prefix` in ``folders``, whose generation has no
+    index there. If other folders of the store are missing, in which the index may be, read-only files, which may be
+    sealed, are left out.
     """
     parts = {path: _FILE.fullmatch(os.path.basename(path)) for path in paths}
     sealed = {match["generation"] for match in parts.values() if match is not None and match["kind"] == "index"}
@@ -119,9 +124,10 @@ def _unsealed(prefix: str, paths: Sequence[str], folders: Sequence[str]) -> list
 
 
 @contextmanager
-def _locked(path: str) -> Iterator[bool]:
-    """Try, without waiting, to lock a store by its lock file and yield whether that succeeded; if so, no process can
-    open the store inside the context. OSError if the lock file cannot be opened.
+def _try_locked(path: str) -> Iterator[bool]:
+    """Return a context manager that tries, without waiting, to lock the store whose lock file is at `path`, and yields
+    whether that succeeded. If so, no process can open the store inside its block. OSError if the lock file cannot be
+    opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -136,7 +142,7 @@ def _locked(path: str) -> Iterator[bool]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock an open file without waiting; return whether that succeeded."""
+    """Lock the open file of a descriptor without waiting; return whether that succeeded."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -43,8 +43,8 @@ class Sample(NamedTuple):
 
 
 def measure(action: Callable[[], int]) -> Sample:
-    """Run a transfer, which returns the bytes it moved (not 0), and return its timing: wall time, and processor time of
-    all threads of this process.
+    """Run `action`, a transfer that returns the bytes it moved (not 0), and return its timing: wall time, and processor
+    time of all threads of this process.
     """
     before, start = _cpu_seconds(), time.perf_counter()
     nbytes = action()
@@ -53,7 +53,7 @@ def measure(action: Callable[[], int]) -> Sample:
 
 
 def median(samples: Sequence[Sample]) -> Sample:
-    """Return the median of each field on its own."""
+    """Return a sample whose fields are each the median of that field over `samples`."""
     return Sample(statistics.median(s.gb_per_s for s in samples), statistics.median(s.cpu_s_per_gb for s in samples))
 
 

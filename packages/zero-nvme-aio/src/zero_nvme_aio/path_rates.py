@@ -35,24 +35,24 @@ def measure_paths(folders: Sequence[str | os.PathLike[str]], *, valid_seconds: f
     is used: processes that start together measure each folder once, one after the other. Raises AioError and OSError
     for a folder that cannot be used.
     """
-    return [_recorded(os.path.abspath(folder), valid_seconds) for folder in folders]
+    return [_recorded_or_measured_rate(os.path.abspath(folder), valid_seconds) for folder in folders]
 
 
-def _recorded(folder: str, valid_seconds: float) -> float:
-    """Return the rate of one folder, which is made if it is missing: the recorded one if it is not older than
-    `valid_seconds`, else measure and record it. Waits for processes that do that now.
+def _recorded_or_measured_rate(folder: str, valid_seconds: float) -> float:
+    """Return the bytes per second of a folder, which is made if it is missing: from its record if that is not older
+    than `valid_seconds`, else measured now and recorded. Waits while another process does that.
     """
     os.makedirs(folder, exist_ok=True)
     descriptor = _open_record(folder)
     if descriptor is None:
-        return _measure(folder)
+        return _measure_rate(folder)
     with open(descriptor, "r+") as record:
         fcntl.flock(record, fcntl.LOCK_EX)
         try:
-            known = _read(record.read(1 << 12), os.fstat(descriptor).st_dev, valid_seconds)
+            known = _parse_record(record.read(1 << 12), os.fstat(descriptor).st_dev, valid_seconds)
             if known is not None:
                 return known
-            rate = _measure(folder)
+            rate = _measure_rate(folder)
             entry = {"bytes_per_s": rate, "device": os.fstat(descriptor).st_dev, "measured_at": time.time()}
             record.seek(0)
             record.truncate()
@@ -64,9 +64,9 @@ def _recorded(folder: str, valid_seconds: float) -> float:
 
 
 def _open_record(folder: str) -> int | None:
-    """Open this user's record in a folder, made if it is missing, and return the descriptor; None if what is there
-    under its names is not this user's. What other users recorded is not believed. Raises OSError where no file can be
-    made.
+    """Open this user's record file in a folder, made if it is missing, and return the descriptor. None if files that
+    this user does not own, or that others may write to, have both of its possible names. OSError if no file can be made
+    there.
     """
     host, user = os.uname().nodename, os.geteuid()
     for name in (f"path-rate.{host}.json", f"path-rate.{host}.{user}.json"):
@@ -84,8 +84,10 @@ def _open_record(folder: str) -> int | None:
     return None
 
 
-def _read(text: str, device: int, valid_seconds: float) -> float | None:
-    """Return the rate in a record; None if it is too old, of another device, or no record."""
+def _parse_record(text: str, device: int, valid_seconds: float) -> float | None:
+    """Return the bytes per second in a record's text; None if it is older than `valid_seconds`, of another `device`
+    (the `st_dev` of the file) or not a record.
+    """
     try:
         entry = json.loads(text)
         rate, measured_at = float(entry["bytes_per_s"]), float(entry["measured_at"])
@@ -95,9 +97,10 @@ def _read(text: str, device: int, valid_seconds: float) -> float | None:
     return rate if fresh and 0 < rate < float("inf") else None
 
 
-def _measure(folder: str) -> float:
-    """Return the bytes per second of the fastest of up to three passes over a new file, of which one half is written
-    while the other is read. The first write is not measured: drives and file systems give space then.
+def _measure_rate(folder: str) -> float:
+    """Return the bytes per second, read and written together, of the fastest of up to three passes over a new file in
+    `folder`. A pass writes one half of the file's blocks while it reads the other. The first write is not measured:
+    drives and file systems allocate space then.
     """
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     block = min(_BLOCK_BYTES, max(1, free // (2 * _MOST_BLOCKS) // PAGE) * PAGE)
@@ -107,13 +110,13 @@ def _measure(folder: str) -> float:
         with engine.open(os.path.join(inside, "data"), "rw") as file:
             blocks, end = 0, time.perf_counter() + _FIRST_SECONDS
             while blocks < _MOST_BLOCKS and (not blocks or time.perf_counter() < end):
-                _transfer(engine, file, data, into, range(blocks, blocks + _BLOCKS_AT_ONCE), range(0))
+                _write_and_read_blocks(engine, file, data, into, range(blocks, blocks + _BLOCKS_AT_ONCE), range(0))
                 blocks += _BLOCKS_AT_ONCE
             engine.sync(file)
             best = 0.0
             for _ in range(_PASSES):
                 begin = time.perf_counter()
-                _transfer(engine, file, data, into, range(0, blocks, 2), range(1, blocks, 2))
+                _write_and_read_blocks(engine, file, data, into, range(0, blocks, 2), range(1, blocks, 2))
                 seconds = time.perf_counter() - begin
                 best = max(best, blocks * block / seconds)
                 if seconds > _LONG_SECONDS:
@@ -121,10 +124,12 @@ def _measure(folder: str) -> float:
             return best
 
 
-def _transfer(
+def _write_and_read_blocks(
     engine: Engine, file: File, data: AlignedBuffer, into: AlignedBuffer, written: range, read: range
 ) -> None:
-    """Write some blocks of a file from `data` and read others into `into`, all at once, and wait for all."""
+    """Write `data` to the blocks of a file whose numbers are in `written`, and read those in `read` into `into`, all at
+    once; wait for all. A block is as long as `data` and `into`.
+    """
     requests = [engine.write(file, data, number * len(data)) for number in written]
     requests += [engine.read(file, into, number * len(into)) for number in read]
     for request in requests:

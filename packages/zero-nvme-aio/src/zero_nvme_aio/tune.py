@@ -47,7 +47,7 @@ def tune(
     with Engine() as io:
         path = measure.file_for_bench(io, name, file_bytes, memory)
     try:
-        for round_number, points in enumerate(_rounds(results)):
+        for round_number, points in enumerate(_settings_by_round(results)):
             for setting in points:
                 if round_number > 0 and time.monotonic() - start > budget_seconds:
                     break
@@ -73,9 +73,9 @@ def tune(
     return tuning
 
 
-def _rounds(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Iterator[list[Setting]]:
-    """Yield the settings of each of three rounds: all of them, then twice the best six by what `results` holds at that
-    time.
+def _settings_by_round(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Iterator[list[Setting]]:
+    """Yield, for each of three rounds, the settings to be measured in it: all of them in the first round, then twice
+    the best six. `results`: the (read, write) samples of each setting so far, to which the caller adds while this runs.
     """
     chosen = probe().chosen or "threads"
     everything = [
@@ -90,7 +90,9 @@ def _rounds(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Iterator[lis
 
 
 def _measure_setting(setting: Setting, path: str, memory: AlignedBuffer) -> tuple[Sample, Sample]:
-    """Write and read the whole file once with a setting; return both timings, the read first."""
+    """Write `memory` to the file at `path` and read it back, once each, with an engine of this setting; return the
+    samples (read, write).
+    """
     with setting.engine() as io, io.open(path, "rw") as file:
         write = measure.measure(lambda: io.write(file, memory, 0).wait())
         read = measure.measure(lambda: io.read(file, memory, 0).wait())
@@ -98,15 +100,17 @@ def _measure_setting(setting: Setting, path: str, memory: AlignedBuffer) -> tupl
 
 
 def _score(pairs: list[tuple[Sample, Sample]]) -> float:
-    """Return the harmonic mean of the median read and write speeds, in GB/s, of (read, write) pairs."""
+    """Return the harmonic mean of the median read speed and the median write speed, in GB/s, of (read, write)
+    samples.
+    """
     reads, writes = zip(*pairs, strict=True)
     read, write = measure.median(reads).gb_per_s, measure.median(writes).gb_per_s
     return 2 * read * write / (read + write)
 
 
 def _best(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Setting:
-    """Return the best of the settings that were measured most often: of those within 3 % of the highest score, the one
-    with the fewest threads, then the least processor time.
+    """Return the best of the settings that were measured most often: of those whose score is within 3 % of the highest,
+    the one with the fewest threads, then the least processor time. `results`: (read, write) samples by setting.
     """
     most = max(len(pairs) for pairs in results.values())
     finalists = {setting: pairs for setting, pairs in results.items() if len(pairs) == most}

@@ -31,7 +31,7 @@ class _Move(NamedTuple):
     """A covered range and its places in the open generation."""
 
     covered: Covered
-    places: list[Allocation]
+    allocations: list[Allocation]
 
 
 class Carrying:
@@ -51,12 +51,12 @@ class Carrying:
         self,
         generations: Mapping[int, GenerationFiles],
         target: GenerationFiles,
-        place: Callable[[str, int, int], list[Allocation]],
+        allocate: Callable[[str, int, int], list[Allocation]],
         shares_blocks: Callable[[int], bool],
     ) -> None:
         self._generations = generations
         self._target = target
-        self._place = place
+        self._allocate = allocate
         self._shares_blocks = shares_blocks
         self._to_copy: list[CopyRange] = []
         self.copied_bytes = 0
@@ -84,32 +84,34 @@ class Carrying:
         (ChecksumError if it was changed on disk).
         """
         old = covered.piece
-        places = self._place(old.name, covered.begin, covered.end)
-        if len(places) > 1 or (covered.begin, covered.end) != (old.begin, old.end):
-            yield from self._copy_verified(covered, places)
+        allocations = self._allocate(old.name, covered.begin, covered.end)
+        if len(allocations) > 1 or (covered.begin, covered.end) != (old.begin, old.end):
+            yield from self._copy_verified(covered, allocations)
             return
-        self._share_or_copy(old, places[0])
-        yield self._piece(old, places[0], old.checksum)  # the bytes keep the checksum that they were written with
+        self._share_or_copy(old, allocations[0])
+        yield self._piece(old, allocations[0], old.checksum)  # the bytes keep the checksum that they were written with
 
-    def _share_or_copy(self, old: WrittenRange, place: Allocation) -> None:
+    def _share_or_copy(self, old: WrittenRange, allocation: Allocation) -> None:
         """Share the whole blocks of a range with its new place, and note the rest at its ends, or all of it, in the
         list of copies to be done at the end.
         """
         source, target = self._generations[old.generation], self._target
         head, shared = 0, 0
-        if old.stripe == place.stripe and self._shares_blocks(place.stripe):
-            target.file(place.stripe)
-            head, shared = _whole_blocks(old, place, block_bytes(os.path.dirname(target.path(place.stripe))))
+        if old.stripe == allocation.stripe and self._shares_blocks(allocation.stripe):
+            target.file(allocation.stripe)
+            head, shared = _whole_blocks(old, allocation, block_bytes(os.path.dirname(target.path(allocation.stripe))))
         if shared:
-            begin, end = old.file_offset + head, place.file_offset + head
-            clone_range(source.path(old.stripe), begin, target.path(place.stripe), end, shared)
+            begin, end = old.file_offset + head, allocation.file_offset + head
+            clone_range(source.path(old.stripe), begin, target.path(allocation.stripe), end, shared)
         for begin, end in ((0, head), (head + shared, old.nbytes)):
             if begin < end:
                 origin = FileRange(source.engine(old.stripe), source.file(old.stripe), old.file_offset + begin)
-                goal = FileRange(target.engine(place.stripe), target.file(place.stripe), place.file_offset + begin)
+                goal = FileRange(
+                    target.engine(allocation.stripe), target.file(allocation.stripe), allocation.file_offset + begin
+                )
                 self._to_copy.append(CopyRange(origin, goal, end - begin))
 
-    def _copy_verified(self, covered: Covered, places: list[Allocation]) -> Iterator[WrittenRange]:
+    def _copy_verified(self, covered: Covered, allocations: list[Allocation]) -> Iterator[WrittenRange]:
         """Copy the current parts of a range whose checksum covers more than them to `places`; yield their new ranges.
 
         The whole range is read and verified first, so that the new checksums do not vouch for damaged bytes;
@@ -121,19 +123,25 @@ class Carrying:
         request = files.engine(old.stripe).read(source, scratch, old.file_offset, checksum=True)
         request.wait()
         check_checksum(source, old, request)
-        for place in places:
-            part = scratch[place.begin - old.begin : place.end - old.begin]
-            engine, target = self._target.engine(place.stripe), self._target.file(place.stripe)
-            writing = engine.write(target, part, place.file_offset, checksum=True)
+        for allocation in allocations:
+            part = scratch[allocation.begin - old.begin : allocation.end - old.begin]
+            engine, target = self._target.engine(allocation.stripe), self._target.file(allocation.stripe)
+            writing = engine.write(target, part, allocation.file_offset, checksum=True)
             writing.wait()
-            self.copied_bytes += place.end - place.begin
-            yield self._piece(old, place, writing.checksum or "")
+            self.copied_bytes += allocation.end - allocation.begin
+            yield self._piece(old, allocation, writing.checksum or "")
 
-    def _piece(self, old: WrittenRange, place: Allocation, checksum: str) -> WrittenRange:
+    def _piece(self, old: WrittenRange, allocation: Allocation, checksum: str) -> WrittenRange:
         """Return the range that `old` becomes at a place in the open generation."""
-        nbytes = place.end - place.begin
+        nbytes = allocation.end - allocation.begin
         return WrittenRange(
-            old.name, place.begin, nbytes, self._target.generation, place.stripe, place.file_offset, checksum=checksum
+            old.name,
+            allocation.begin,
+            nbytes,
+            self._target.generation,
+            allocation.stripe,
+            allocation.file_offset,
+            checksum=checksum,
         )
 
 
@@ -165,11 +173,11 @@ def _ranges_to_carry(
     return (c for c in old if c.piece.generation in emptied or shares_blocks(c.piece.stripe))
 
 
-def _whole_blocks(old: WrittenRange, place: Allocation, block: int) -> tuple[int, int]:
+def _whole_blocks(old: WrittenRange, allocation: Allocation, block: int) -> tuple[int, int]:
     """Return the bytes before the first whole block (of `block` bytes) of a range, and the bytes in its whole blocks;
     (0, 0) if the range and its new place differ in their distance to a block boundary.
     """
-    if (old.file_offset - place.file_offset) % block:
+    if (old.file_offset - allocation.file_offset) % block:
         return 0, 0
     head = min(-old.file_offset % block, old.nbytes)
     return head, (old.nbytes - head) // block * block

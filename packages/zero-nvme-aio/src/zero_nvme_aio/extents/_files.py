@@ -55,7 +55,7 @@ class StoreFolders:
                 if twin is not None:
                     raise ExtentError(f"'{path}' and '{twin}' are the same folder; name each path of a store once")
                 self._locks.append(LockFile(path, self.prefix))
-            self._refuse_without_folders(resume)
+            self._refuse_missing_folders(resume)
             self._remove_unsealed()
             found = self.indexes()
             if found and not resume:
@@ -63,17 +63,17 @@ class StoreFolders:
                     f"'{self.paths[0]}' already holds a store '{self.prefix}' with {len(found)} generations; "
                     "pass resume=True to continue it, or choose another folder or prefix"
                 )
-            self._list_folders()
+            self._write_lock_files()
         except BaseException:
             self.give_back()
             raise
 
-    def _refuse_without_folders(self, resume: bool) -> None:
+    def _refuse_missing_folders(self, resume: bool) -> None:
         """Raise ExtentError if folders that the store had are missing, and it is to be resumed, or has files here that
         may belong to a generation whose index is there.
         """
         missing = missing_folders(self.prefix, {lock.folder: lock.record for lock in self._locks})
-        kept = [path for path in self._unsealed() if not os.stat(path).st_mode & 0o222]
+        kept = [path for path in self._unsealed_files() if not os.stat(path).st_mode & 0o222]
         if missing and (resume or kept):
             what = f"'{kept[0]}' may belong to what was sealed with it" if kept else "what was sealed may be in it"
             lists = [lock for lock in self._locks if set(missing) & set(lock.record.folders.values())]
@@ -83,7 +83,7 @@ class StoreFolders:
                 f"nothing was removed. Mount its drive, or name it too; to do without what it holds, delete {files}"
             )
 
-    def _list_folders(self) -> None:
+    def _write_lock_files(self) -> None:
         """Write into each lock file what the folders of the store are now, with those that it had."""
         records = [lock.record for lock in self._locks]
         listed = {path for record in records for path in (*record.folders.values(), *record.former)}
@@ -91,7 +91,7 @@ class StoreFolders:
         for number, lock in enumerate(self._locks):
             if lock.record.id in {other.record.id for other in self._locks[:number]}:  # copied with its folder
                 lock.record = lock.record._replace(id="")
-            lock.name()  # before any lists it: a folder that has no id is not the one that is listed
+            lock.ensure_id()  # before any lists it: a folder that has no id is not the one that is listed
         folders = {lock.record.id: lock.folder for lock in self._locks}
         for lock in self._locks:
             lock.write(FolderRecord(lock.record.id, folders, sorted(self.former)))
@@ -120,7 +120,7 @@ class StoreFolders:
         """Raise MissingPathError, about a new file at `path`, if the folder of a stripe is not the one that was locked:
         the file would be on the drive of the mount point.
         """
-        if os.path.exists(self.paths[stripe]) and not self._locks[stripe].is_there():
+        if os.path.exists(self.paths[stripe]) and not self._locks[stripe].is_same_folder():
             raise MissingPathError(
                 f"'{self.paths[stripe]}' is not the folder that it was when the store was opened; was its drive "
                 "unmounted?",
@@ -150,7 +150,7 @@ class StoreFolders:
         """Return the path of the file of a stripe of a generation."""
         return os.path.join(self.paths[stripe], self.data_name(generation, stripe))
 
-    def index_places(self, generation: int) -> list[str]:
+    def index_candidates(self, generation: int) -> list[str]:
         """Return the paths at which a generation's index may lie, one in each folder, in the order in which to try
         them: it can be written to the first, unless that path turns out to be full or to have failed.
         """
@@ -158,7 +158,7 @@ class StoreFolders:
 
     def index_path(self, generation: int) -> str:
         """Return the path of the index of a sealed generation."""
-        return next(filter(os.path.exists, self.index_places(generation)))
+        return next(filter(os.path.exists, self.index_candidates(generation)))
 
     def indexes(self) -> list[int]:
         """Return the numbers of the sealed generations in the folders, ascending."""
@@ -166,7 +166,7 @@ class StoreFolders:
         found = (pattern.fullmatch(name) for path in self.paths for name in os.listdir(path))
         return sorted({int(match.group(1)) for match in found if match})
 
-    def _unsealed(self) -> list[str]:
+    def _unsealed_files(self) -> list[str]:
         """Return the paths of the files of generations without an index in these folders."""
         sealed = set(self.indexes())
         pattern = re.compile(re.escape(self.prefix) + r"\.g(\d+)\.(?:s\d+\.extents|index\.part)")
@@ -175,7 +175,7 @@ class StoreFolders:
 
     def _remove_unsealed(self) -> None:
         """Delete the files of generations without an index, which a killed process was writing."""
-        for path in self._unsealed():
+        for path in self._unsealed_files():
             os.unlink(path)
 
 
@@ -267,7 +267,7 @@ class GenerationFiles:
         for stripe in stripes:
             self.file(stripe)
 
-    def end(self, ends: Sequence[int], headers: dict[int, bytes]) -> None:
+    def finish(self, ends: Sequence[int], headers: dict[int, bytes]) -> None:
         """Truncate each file to its entry in `ends` (bytes, by stripe), write the headers (by stripe) to the start of
         the files and remove their write permission. The open files stay writable.
         """
@@ -301,7 +301,7 @@ class GenerationFiles:
         stripes = self.stripes
         self.close()
         # Without its index a generation does not exist, so the index goes first.
-        gone = [self._delete(path) for path in self._folders.index_places(self.generation)]
+        gone = [self._delete(path) for path in self._folders.index_candidates(self.generation)]
         if all(gone) or whole_store:
             for stripe in stripes:
                 self._delete(self.path(stripe))

@@ -34,7 +34,7 @@ def load_sealed(
     for number, sealed in sorted(found, key=lambda entry: entry[0] not in current):  # first those that may be refused
         files = GenerationFiles(engines, folders, number)
         try:
-            _sealing.check(folders, sealed, number)
+            _sealing.check_files(folders, sealed, number)
         except FormatError:
             if number in current or sealed.generation != number:
                 raise

@@ -77,7 +77,7 @@ class _Path:
         """Follow a transfer until it ends."""
         self._under_way.append((request, nbytes))
 
-    def becomes_full(self) -> None:
+    def note_full(self) -> None:
         """Note that it is full, and when, and what the file system says is free."""
         self.full = self.short = True
         self._full_at = self._looked_at = time.monotonic()
@@ -93,7 +93,7 @@ class _Path:
         self._looked_at = now
         return now - self._full_at > TRY_AGAIN_SECONDS or (free_bytes(self.folder) or 0) >= self._free_bytes + nbytes
 
-    def answered_ns(self) -> int:
+    def unanswered_since_ns(self) -> int:
         """Return since when, by the monotonic clock, it has transfers under way and none has ended; 0 if there are
         none. Needs no lock.
         """
@@ -101,7 +101,7 @@ class _Path:
         begins = [begin for begin, end in times if not end]
         return max([min(begins), self._ended_ns, *(end for _, end in times)]) if begins else 0
 
-    def look(self) -> int:
+    def count_ended(self) -> int:
         """Count the transfers that ended since the last call; return the bytes since the last comparison. The time in
         which several were under way counts once.
         """
@@ -113,7 +113,7 @@ class _Path:
             self._moved += nbytes if request.error() is None else 0
         return self._moved
 
-    def compared(self) -> float:
+    def take_rate(self) -> float:
         """Return the bytes per second since the last comparison, which this is; 0 if no time was measured."""
         rate = self._moved * 1e9 / self._busy_ns if self._busy_ns else 0.0
         self._busy_before_ns += self._busy_ns
@@ -191,14 +191,14 @@ class StorePaths:
         known = self._stripes.get((name, unit))
         if known is not None and not self._full_or_failed(known) and not self._has_too_much(known, nbytes):
             return known
-        best = min(self._usable(), key=lambda stripe: self._load(stripe, nbytes))
+        best = min(self._usable(), key=lambda stripe: self._relative_load(stripe, nbytes))
         if known is not None:
             self._paths[known].placed -= nbytes
         self._paths[best].placed += nbytes
         self._stripes[name, unit] = best
         return best
 
-    def leaves(self, stripe: int, nbytes: int, *, entirely: bool) -> bool:
+    def should_move(self, stripe: int, nbytes: int, *, entirely: bool) -> bool:
         """Return whether `nbytes` that have a place on a path are to be written elsewhere: it failed, or, if they are
         all bytes of that place (`entirely`), it has more than its weight allows.
         """
@@ -212,7 +212,7 @@ class StorePaths:
         """
         path = self._paths[stripe]
         if error.errno in _FULL:
-            path.becomes_full()
+            path.note_full()
             what = "is full; what has no place there yet is written to the other paths"
         elif error.errno in _FAILED:
             path.failed = True
@@ -239,17 +239,17 @@ class StorePaths:
         if len(self._paths) > 1:
             path.started(request, nbytes)
 
-    def look(self) -> None:
+    def rebalance(self) -> None:
         """Count the transfers that have ended, and use full paths again that have room now. Once each path that is in
         use has moved enough, compare their rates and change the weights of those that are slow or are no longer.
         """
-        self._look_for_room()
-        moved = [(path, path.look()) for path in self._paths if not path.failed]
+        self._retry_paths_with_room()
+        moved = [(path, path.count_ended()) for path in self._paths if not path.failed]
         # A full path may have nothing to move, so the others do not wait for it.
         usable = [path for path, nbytes in moved if nbytes >= WINDOW_BYTES or not path.full]
         if len(usable) < 2 or min(nbytes for path, nbytes in moved if path in usable) < WINDOW_BYTES:
             return
-        rates = {path.name: path.compared() for path in usable}
+        rates = {path.name: path.take_rate() for path in usable}
         best = max(rates[path.name] / path.given for path in usable)
         for path in usable if best else ():
             reached = rates[path.name] / path.given / best
@@ -266,7 +266,7 @@ class StorePaths:
             if max(weight, path.weight) > _WORTH_A_SHIFT * min(weight, path.weight):
                 path.weight, self._shifting = weight, True
 
-    def _look_for_room(self) -> None:
+    def _retry_paths_with_room(self) -> None:
         """Use paths that were full as the others again, if they have room for half of what they lack of their share."""
         for path in self._paths:
             if path.short and not path.failed:
@@ -281,7 +281,7 @@ class StorePaths:
         lock; may be called while the store's is held, and raises nothing that `tell` does with warnings.
         """
         path = self._paths[stripe]
-        since_ns = path.answered_ns()
+        since_ns = path.unanswered_since_ns()
         silent = (time.monotonic_ns() - since_ns) / 1e9
         if since_ns and silent >= seconds and path.silent_since_ns != since_ns:
             path.silent_since_ns = since_ns
@@ -305,10 +305,10 @@ class StorePaths:
                 return
             self._tell(text)
 
-    def use(self) -> tuple[PathUse, ...]:
+    def path_use(self) -> tuple[PathUse, ...]:
         """Return what was done with each path so far."""
         for path in self._paths:
-            path.look()
+            path.count_ended()
         total = sum(self._paths[stripe].weight for stripe in self._usable())
         found = []
         for stripe, path in enumerate(self._paths):
@@ -326,14 +326,14 @@ class StorePaths:
         """Return whether a path gets no new bytes."""
         return self._paths[stripe].full or self._paths[stripe].failed
 
-    def _load(self, stripe: int, nbytes: int) -> float:
+    def _relative_load(self, stripe: int, nbytes: int) -> float:
         """Return how long a path would take for what is on it and `nbytes` more, in units of the weights."""
         return (self._paths[stripe].placed + nbytes) / self._paths[stripe].weight
 
     def _has_too_much(self, stripe: int, nbytes: int) -> bool:
         """Return whether, since weights changed, `nbytes` of a path are better moved to another one."""
-        return self._shifting and self._load(stripe, 0) > min(
-            (self._load(other, nbytes) for other in self._usable() if other != stripe), default=float("inf")
+        return self._shifting and self._relative_load(stripe, 0) > min(
+            (self._relative_load(other, nbytes) for other in self._usable() if other != stripe), default=float("inf")
         )
 
     def _tell_once(self, path: _Path, topic: str, text: str) -> None:

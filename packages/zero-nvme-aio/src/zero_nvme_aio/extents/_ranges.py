@@ -140,56 +140,58 @@ class Allocator:
         self.stripe_bytes = stripe_bytes
         self.ends = [first_offset] * len(paths)
         self._paths = paths
-        self._places: dict[str, list[Allocation]] = {}
+        self._allocations: dict[str, list[Allocation]] = {}
         self._free: dict[tuple[int, int, int], list[int]] = {}  # (stripe, bytes, distance to a page) -> file offsets
 
     def reserve(self, name: str, nbytes: int) -> None:
         """Allocate space for all `nbytes` of a name at once, unless it has some in this generation."""
-        if name not in self._places:
-            self.place(name, 0, nbytes)
+        if name not in self._allocations:
+            self.allocate(name, 0, nbytes)
 
-    def place(self, name: str, begin: int, end: int, avoided: Set[int] = frozenset()) -> list[Allocation]:
+    def allocate(self, name: str, begin: int, end: int, avoided: Set[int] = frozenset()) -> list[Allocation]:
         """Return the places for new content of bytes [begin, end) of a name, in order: those they already have in this
         generation, unless their path is to be left or among the stripes to be `avoided`, else new ones.
         """
         out, position = [], begin
-        for known in tuple(self._places.setdefault(name, [])):
+        for known in tuple(self._allocations.setdefault(name, [])):
             low, high = max(known.begin, begin), min(known.end, end)
             if low >= high:
                 continue
-            out += self._allocate(name, position, low)
+            out += self._allocate_new(name, position, low)
             entirely = (low, high) == (known.begin, known.end)
-            if known.stripe in avoided or self._paths.leaves(known.stripe, high - low, entirely=entirely):
+            if known.stripe in avoided or self._paths.should_move(known.stripe, high - low, entirely=entirely):
                 self._give_up(name, known, low, high)
-                out += self._allocate(name, low, high)
+                out += self._allocate_new(name, low, high)
                 if entirely:
                     key = (known.stripe, high - low, known.file_offset % PAGE)
                     self._free.setdefault(key, []).append(known.file_offset)
             else:
                 out.append(Allocation(low, high, known.stripe, known.file_offset + low - known.begin))
             position = high
-        out += self._allocate(name, position, end)
+        out += self._allocate_new(name, position, end)
         return out
 
-    def move(self, name: str, begin: int, end: int) -> Allocation:
+    def reallocate(self, name: str, begin: int, end: int) -> Allocation:
         """Return another place for bytes [begin, end) of a name, which have one place, and give that up for good: it
         could not be written.
         """
-        for known in tuple(self._places[name]):
+        for known in tuple(self._allocations[name]):
             low, high = max(known.begin, begin), min(known.end, end)
             if low < high:
                 self._give_up(name, known, low, high)
-        (place,) = self._allocate(name, begin, end)
-        return place
+        (allocation,) = self._allocate_new(name, begin, end)
+        return allocation
 
     def _give_up(self, name: str, known: Allocation, low: int, high: int) -> None:
         """Forget the part [low, high) of a place of a name; the rest of it stays."""
-        self._places[name].remove(known)
+        self._allocations[name].remove(known)
         for begin, end in ((known.begin, low), (high, known.end)):
             if begin < end:
-                self._places[name].append(Allocation(begin, end, known.stripe, known.file_offset + begin - known.begin))
+                self._allocations[name].append(
+                    Allocation(begin, end, known.stripe, known.file_offset + begin - known.begin)
+                )
 
-    def _allocate(self, name: str, begin: int, end: int) -> list[Allocation]:
+    def _allocate_new(self, name: str, begin: int, end: int) -> list[Allocation]:
         """Allocate and return new places for bytes [begin, end) of a name, one per unit of a stripe; none if the range
         is empty.
         """
@@ -207,5 +209,5 @@ class Allocator:
             new.append(Allocation(begin, stop, stripe, offset))
             begin = stop
         if new:
-            self._places[name] = sorted([*self._places.get(name, []), *new])
+            self._allocations[name] = sorted([*self._allocations.get(name, []), *new])
         return new

@@ -20,7 +20,7 @@ from ._files import GenerationFiles, StoreFolders
 from ._index import SealedIndex, write_index
 from ._ranges import Allocator, WrittenRange
 
-__all__ = ["GenerationSync", "check", "end"]
+__all__ = ["GenerationSync", "check_files", "seal_files"]
 
 
 class GenerationSync:
@@ -67,14 +67,14 @@ class GenerationSync:
             self._engines[stripe].sync(file)
         for stripe in self._written:
             sync_folder(os.path.dirname(self._folders.data_path(self.generation, stripe)))
-        *others, last = self._folders.index_places(self.generation)
-        for place in others:
+        *others, last = self._folders.index_candidates(self.generation)
+        for candidate in others:
             try:
-                write_index(place, self._sealed)
+                write_index(candidate, self._sealed)
             except OSError as error:
                 if not self._folders.state.is_drives_error(error):
                     raise
-                for left in (place, f"{place}.part"):
+                for left in (candidate, f"{candidate}.part"):
                     with suppress(OSError):
                         os.unlink(left)
             else:
@@ -90,10 +90,10 @@ class GenerationSync:
             self._written.clear()
 
 
-def end(
+def seal_files(
     folders: StoreFolders,
     files: GenerationFiles,
-    placement: Allocator,
+    allocator: Allocator,
     pieces: Sequence[WrittenRange],
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
@@ -101,22 +101,22 @@ def end(
     """Complete the checksums, write the headers and make the files read-only; return the index, which is not written
     yet.
 
-    `placement`: knows where each file ends. `pieces`: the ranges that are current in this generation; those without a
+    `allocator`: knows where each file ends. `pieces`: the ranges that are current in this generation; those without a
     checksum get one. `declared`: (bytes, dtype) by name. `reserved`: bytes free for a header at the start of each file.
     The kind is "safetensors" if all names were declared and the headers fit, else "raw". Raises the engine's errors.
     """
     for stripe in files.spoiled:  # what was allocated last may not have been written
         own = [piece.file_offset + piece.nbytes for piece in pieces if piece.stripe == stripe]
-        placement.ends[stripe] = max(own, default=reserved)
+        allocator.ends[stripe] = max(own, default=reserved)
     files.leave_out_spoiled({piece.stripe for piece in pieces})
     complete_checksums(files, pieces)
-    headers, keys = _headers(files, placement, pieces, declared, reserved)
-    files.end(placement.ends, headers)
+    headers, keys = _build_headers(files, allocator, pieces, declared, reserved)
+    files.finish(allocator.ends, headers)
     return SealedIndex(
         generation=files.generation,
         kind="safetensors" if headers else "raw",
         stripes=len(folders.paths),
-        files={s: (folders.data_name(files.generation, s), placement.ends[s]) for s in files.stripes},
+        files={s: (folders.data_name(files.generation, s), allocator.ends[s]) for s in files.stripes},
         pieces=sorted(pieces, key=lambda p: (p.name, p.begin)),
         keys=keys,
     )
@@ -137,7 +137,7 @@ def complete_checksums(files: GenerationFiles, pieces: Sequence[WrittenRange]) -
         piece.checksum = request.checksum or ""
 
 
-def check(folders: StoreFolders, sealed: SealedIndex, generation: int) -> None:
+def check_files(folders: StoreFolders, sealed: SealedIndex, generation: int) -> None:
     """Raise FormatError unless an index (`sealed`) belongs to this generation, was written with the same number of
     paths, and its files have their names and the lengths it says.
     """
@@ -152,13 +152,13 @@ def check(folders: StoreFolders, sealed: SealedIndex, generation: int) -> None:
         path = folders.data_path(generation, stripe)
         got = os.stat(path).st_size if os.path.exists(path) else -1
         if got < 0:
-            _refuse_other_order(folders, sealed)
+            _raise_for_other_order(folders, sealed)
         if got != nbytes:
             problem = "is missing" if got < 0 else f"has {got} bytes"
             raise FormatError(f"'{path}' {problem}, '{index}' says {nbytes}", path=path, expected=nbytes, got=got)
 
 
-def _refuse_other_order(folders: StoreFolders, sealed: SealedIndex) -> None:
+def _raise_for_other_order(folders: StoreFolders, sealed: SealedIndex) -> None:
     """Raise FormatError if all files of an index are there, but the paths were in another order."""
     held = {
         stripe: next((p for p in folders.paths if os.path.exists(os.path.join(p, name))), None)
@@ -171,9 +171,9 @@ def _refuse_other_order(folders: StoreFolders, sealed: SealedIndex) -> None:
         raise FormatError(f"the paths of the store '{folders.prefix}' had another order: {said}", path=order[0])
 
 
-def _headers(
+def _build_headers(
     files: GenerationFiles,
-    placement: Allocator,
+    allocator: Allocator,
     pieces: Sequence[WrittenRange],
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
@@ -186,7 +186,7 @@ def _headers(
     headers, keys = {}, {}
     for stripe in files.stripes:
         own = [piece for piece in pieces if piece.stripe == stripe]
-        made = header_for(own, declared, reserved, placement.ends[stripe])
+        made = header_for(own, declared, reserved, allocator.ends[stripe])
         if made is None:
             return {}, {}
         headers[stripe] = made[0]

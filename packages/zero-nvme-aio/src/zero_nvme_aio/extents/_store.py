@@ -86,7 +86,7 @@ class ExtentStore:
         self._live: dict[str, list[Covered]] = {}
         self._history = History(self._folders, self._live, self._lock)
         self._requests = RequestsUnderWay()
-        self._placement: Allocator | None = None
+        self._allocator: Allocator | None = None
         self._reserved = 0
         self._folders.take(resume)
         try:
@@ -132,15 +132,15 @@ class ExtentStore:
             self._check_range(name, offset_bytes, nbytes)
             if nbytes == 0:
                 return StoreRequest([], 0, self._paths.say)
-            placement, files = self._open_generation()
+            allocator, files = self._open_generation()
             self._requests.wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=True)
-            self._paths.look()
+            self._paths.rebalance()
             requests = []
-            for place in self._places(placement, name, offset_bytes, offset_bytes + nbytes):
-                part = _buffers.slice_items(items, place.begin - offset_bytes, place.end - offset_bytes)
-                piece, request = self._writing.start(placement, files, name, place, part)
+            for allocation in self._allocations_for(allocator, name, offset_bytes, offset_bytes + nbytes):
+                part = _buffers.slice_items(items, allocation.begin - offset_bytes, allocation.end - offset_bytes)
+                piece, request = self._writing.start(allocator, files, name, allocation, part)
                 self._live[name] = overlay(self._live.get(name, []), piece, files.generation)
-                self._requests.add(name, place.begin, place.end, request, writing=True)
+                self._requests.add(name, allocation.begin, allocation.end, request, writing=True)
                 requests.append(request)
             self._bytes_written += nbytes
         return StoreRequest(requests, nbytes, self._paths.say)
@@ -170,7 +170,7 @@ class ExtentStore:
                 if piece.piece.request is not None:
                     piece.piece.request.wait()
                 found.append(piece)
-            self._paths.look()
+            self._paths.rebalance()
             reading = _reading.Reading(self._paths, self._history.files, self._verify if verify is None else verify)
             for covered in found:
                 part = _buffers.slice_items(items, covered.begin - offset_bytes, covered.end - offset_bytes)
@@ -196,14 +196,14 @@ class ExtentStore:
             self._check_open()
             self._history.make_last_durable()
             self._settle_all()
-            placement, files = self._open_generation()
-            self._carry(placement, files)
-            pieces, sealed = self._end(placement, files)
+            allocator, files = self._open_generation()
+            self._carry_over(allocator, files)
+            pieces, sealed = self._end_generation(allocator, files)
             sync = _sealing.GenerationSync(self._engines, self._folders, files.generation, files.opened, sealed)
             if durable:
                 sync.run()
             generation = self._history.add_sealed(sync, pieces, sealed.keys, sealed.kind)
-            self._placement = None
+            self._allocator = None
             self._paths.try_full_again()
             if durable:
                 self._history.note_durable(sync)
@@ -253,7 +253,7 @@ class ExtentStore:
     def path_use(self) -> tuple[PathUse, ...]:
         """Return what was done with each path so far: bytes, speed, and its share of the bytes written from now on."""
         with self._lock:
-            return self._paths.use()
+            return self._paths.path_use()
 
     def close(self, *, remove: bool) -> None:
         """Wait for requests under way and close. With `remove` every file is deleted; otherwise the sealed generations
@@ -287,30 +287,30 @@ class ExtentStore:
         """Return the allocator and the files of the open generation; the caller holds the lock. On first use they are
         made, with room for a header if names were declared.
         """
-        if self._placement is None:
+        if self._allocator is None:
             stripes = len(self._folders.paths)
             start = _container.reserve_for(self._declared, stripes, self._stripe_bytes) if self._declared else 0
             self._reserved = start
-            self._placement = Allocator(self._paths, self._stripe_bytes, start)
+            self._allocator = Allocator(self._paths, self._stripe_bytes, start)
             files = GenerationFiles(self._engines, self._folders, self._history.open_number, start)
             self._history.files[files.generation] = files
-        return self._placement, self._history.files[self._history.open_number]
+        return self._allocator, self._history.files[self._history.open_number]
 
-    def _places(
-        self, placement: Allocator, name: str, begin: int, end: int, avoided: Set[int] = frozenset()
+    def _allocations_for(
+        self, allocator: Allocator, name: str, begin: int, end: int, avoided: Set[int] = frozenset()
     ) -> list[Allocation]:
         """Return the places in the open generation of bytes [begin, end) of a name, allocated if new, and if they are
         on a stripe to be `avoided`; a declared name gets all of its space at once.
         """
         if name in self._declared:
-            placement.reserve(name, self._declared[name][0])
-        return placement.place(name, begin, end, avoided)
+            allocator.reserve(name, self._declared[name][0])
+        return allocator.allocate(name, begin, end, avoided)
 
     def _written_since_seal(self) -> bool:
         """Return whether the open generation holds current bytes."""
         return any(c.piece.generation == self._history.open_number for covered in self._live.values() for c in covered)
 
-    def _carry(self, placement: Allocator, files: GenerationFiles) -> None:
+    def _carry_over(self, allocator: Allocator, files: GenerationFiles) -> None:
         """Carry the current data of older generations into the open one, by sharing blocks or by a copy; do nothing if
         nothing was written since the last seal. If a path fails all is begun anew, without that path.
         """
@@ -319,7 +319,7 @@ class ExtentStore:
             carrying = _carrying.Carrying(
                 self._history.files,
                 files,
-                lambda name, begin, end: self._places(placement, name, begin, end, avoided),
+                lambda name, begin, end: self._allocations_for(allocator, name, begin, end, avoided),
                 self._folders.shares_blocks,
             )
             try:
@@ -332,7 +332,7 @@ class ExtentStore:
             self._bytes_written += carrying.copied_bytes
             return
 
-    def _end(self, placement: Allocator, files: GenerationFiles) -> tuple[list[WrittenRange], SealedIndex]:
+    def _end_generation(self, allocator: Allocator, files: GenerationFiles) -> tuple[list[WrittenRange], SealedIndex]:
         """End the open generation; return its ranges and its index. What it has on failed paths is first written to
         the others.
         """
@@ -346,7 +346,9 @@ class ExtentStore:
                 continue
             pieces = [covered.piece for covered in open_ranges]
             try:
-                return pieces, _sealing.end(self._folders, files, placement, pieces, self._declared, self._reserved)
+                return pieces, _sealing.seal_files(
+                    self._folders, files, allocator, pieces, self._declared, self._reserved
+                )
             except OSError as error:
                 if not self._paths.has_failed(self._writing.leave_path_of(files, error)):
                     raise  # full, although every file has the space of its header

@@ -64,9 +64,9 @@ class PathRead:
                 if time.monotonic() >= deadline:
                     raise
             except AioError as error:
-                self._go_on_after(request, error)
+                self._continue_or_raise(request, error)
             else:
-                self._ended()
+                self._note_end()
                 return moved
 
     def settle(self) -> None:
@@ -76,8 +76,8 @@ class PathRead:
             while not request.settle(SILENT_SECONDS):
                 self._paths.tell_if_silent(self.stripe, SILENT_SECONDS)
             error = request.error()
-            if error is None or not self._goes_on(request, error, block=True):
-                self._ended()
+            if error is None or not self._is_restarted(request, error, block=True):
+                self._note_end()
                 return
 
     def __await__(self) -> Generator[Any, None, int]:
@@ -87,28 +87,28 @@ class PathRead:
             try:
                 moved = yield from request.__await__()
             except AioError as error:
-                self._go_on_after(request, error)
+                self._continue_or_raise(request, error)
             else:
-                self._ended()
+                self._note_end()
                 return moved
 
-    def _go_on_after(self, request: Request, error: AioError) -> None:
+    def _continue_or_raise(self, request: Request, error: AioError) -> None:
         """Return if the transfer goes on after an error that waiting for its `request` raised; else raise that, with
         the path's name in it.
         """
-        if request.error() is not None and self._goes_on(request, error, block=True):
+        if request.error() is not None and self._is_restarted(request, error, block=True):
             return
         if request.done():
-            self._ended()
+            self._note_end()
         name = self._paths.name(self.stripe)
         if error.errno is not None and error.path is not None and name not in error.message:
             error.message += f"; the path is {name}"
         raise error
 
-    def _ended(self) -> None:
+    def _note_end(self) -> None:
         """Called once it has ended for good, with an error or without; do nothing."""
 
-    def _goes_on(self, failed: Request, error: AioError, *, block: bool) -> bool:
+    def _is_restarted(self, failed: Request, error: AioError, *, block: bool) -> bool:
         """Return False: what is on a path cannot be read from another."""
         return False
 
@@ -132,16 +132,16 @@ class PathWrite(PathRead):
         if not request.done():
             return False
         error = request.error()
-        if error is not None and self._goes_on(request, error, block=False):
+        if error is not None and self._is_restarted(request, error, block=False):
             return False
-        self._ended()
+        self._note_end()
         return True
 
-    def _ended(self) -> None:
+    def _note_end(self) -> None:
         """Let go of the memory that was written."""
         self._move = None
 
-    def _goes_on(self, failed: Request, error: AioError, *, block: bool) -> bool:
+    def _is_restarted(self, failed: Request, error: AioError, *, block: bool) -> bool:
         """Return whether it was started again, by this call or another thread's."""
         move = self._move
         return failed is not self.request or (move is not None and move(self, failed, error, block=block))

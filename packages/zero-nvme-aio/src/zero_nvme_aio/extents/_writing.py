@@ -25,16 +25,18 @@ class Writing:
         self._paths, self._lock, self._checksums = paths, lock, checksums
 
     def start(
-        self, placement: Allocator, files: GenerationFiles, name: str, place: Allocation, items: list[Any]
+        self, allocator: Allocator, files: GenerationFiles, name: str, allocation: Allocation, items: list[Any]
     ) -> tuple[WrittenRange, Request | PathWrite]:
-        """Start writing described buffers, `items`, to a place of a name that `placement` gave; return the range and
+        """Start writing described buffers, `items`, to a place of a name that `allocator` gave; return the range and
         its request. If the path fails, now or later, the range gets a place on another one.
         """
-        nbytes = place.end - place.begin
-        piece = WrittenRange(name, place.begin, nbytes, files.generation, place.stripe, place.file_offset)
-        request: Request | PathWrite = self._submit(placement, files, piece, items)
+        nbytes = allocation.end - allocation.begin
+        piece = WrittenRange(
+            name, allocation.begin, nbytes, files.generation, allocation.stripe, allocation.file_offset
+        )
+        request: Request | PathWrite = self._submit(allocator, files, piece, items)
         if isinstance(request, Request) and len(self._paths) > 1:
-            again = partial(self._move, placement, files, piece, items)
+            again = partial(self._move, allocator, files, piece, items)
             request = PathWrite(request, self._paths, piece.stripe, again)
         piece.request = request
         return piece, request
@@ -49,7 +51,7 @@ class Writing:
         files.spoiled.add(stripe)
         return stripe
 
-    def _submit(self, placement: Allocator, files: GenerationFiles, piece: WrittenRange, items: list[Any]) -> Request:
+    def _submit(self, allocator: Allocator, files: GenerationFiles, piece: WrittenRange, items: list[Any]) -> Request:
         """Start writing a range at its place, or at another one if the file there cannot be made, and return the
         request. Raises the error of making it if no path is left.
         """
@@ -59,14 +61,14 @@ class Writing:
             except (OpenError, TransferError) as error:
                 if not self._paths.refuse(piece.stripe, error):
                     raise
-                _place_anew(placement, piece)
+                _reallocate(allocator, piece)
                 continue
             self._paths.started(piece.stripe, request, piece.nbytes, write=True)
             return request
 
     def _move(
         self,
-        placement: Allocator,
+        allocator: Allocator,
         files: GenerationFiles,
         piece: WrittenRange,
         items: list[Any],
@@ -85,8 +87,8 @@ class Writing:
             files.spoiled.add(piece.stripe)
             if not self._paths.refuse(piece.stripe, error):
                 return False
-            _place_anew(placement, piece)
-            transfer.request = self._submit(placement, files, piece, items)
+            _reallocate(allocator, piece)
+            transfer.request = self._submit(allocator, files, piece, items)
             transfer.stripe = piece.stripe
         except (OpenError, TransferError):
             return False
@@ -95,7 +97,7 @@ class Writing:
         return True
 
 
-def _place_anew(placement: Allocator, piece: WrittenRange) -> None:
+def _reallocate(allocator: Allocator, piece: WrittenRange) -> None:
     """Give a range another place in the open generation, on a path that can be written to."""
-    place = placement.move(piece.name, piece.begin, piece.end)
-    piece.stripe, piece.file_offset = place.stripe, place.file_offset
+    allocation = allocator.reallocate(piece.name, piece.begin, piece.end)
+    piece.stripe, piece.file_offset = allocation.stripe, allocation.file_offset

@@ -30,7 +30,7 @@ class EngineConformance:
         raise NotImplementedError
 
     def folder(self, tmp_path: Path) -> Path:
-        """Return the folder for the test's files."""
+        """Return the folder for a test's files, `tmp_path` unless a subclass chooses another."""
         return tmp_path
 
     def test_what_was_written_is_read_back_at_any_size_and_offset(self, tmp_path: Path) -> None:
@@ -158,12 +158,12 @@ class EngineConformance:
 
 
 def _pattern(size: int, seed: int = 1) -> bytes:
-    """Return `size` random bytes, the same for the same size and seed."""
+    """Return `size` pseudo-random bytes, the same for the same size and seed."""
     return random.Random(size * 1_000_003 + seed).randbytes(size)
 
 
 def _expect(kind: type[Exception], action: Any) -> None:
-    """Raise AssertionError unless `action` raises this kind of exception."""
+    """Call `action` without arguments; AssertionError unless it raises this kind of exception."""
     try:
         action()
     except kind:

@@ -116,7 +116,9 @@ class FaultyEngine(Engine):
         self._build(**arguments, single_submit=False, overlap_events=True, faults=self._plan)  # type: ignore[arg-type]
 
     def sibling(self) -> FaultyEngine:
-        """Return this engine, whose plan counts the transfers of all drives."""
+        """Return this engine itself, also for files on other drives: its plan counts the transfers of all drives
+        together.
+        """
         return self
 
     @property
