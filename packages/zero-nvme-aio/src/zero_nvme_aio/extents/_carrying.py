@@ -1,5 +1,5 @@
-"""Carry the current data of sealed generations into the one that is about to be sealed. A covered range is bytes of a
-name that are current in one written range.
+"""Carries the current data of sealed generations over into the open one, which is about to be sealed. A covered range
+is bytes of a name that are current in one written range; a stripe is the number of a path of the store.
 
 A generation that was written only in part leaves the rest of the state in older ones, whose files then stay because of
 a few extents. Where the file system shares blocks between files, all current data is carried over: no bytes move, and a
@@ -28,20 +28,18 @@ Live = Mapping[str, list[Covered]]
 
 
 class _Move(NamedTuple):
-    """A covered range and its places in the open generation."""
+    """A covered range and its allocations in the open generation."""
 
     covered: Covered
     allocations: list[Allocation]
 
 
 class Carrying:
-    """Carries current data of sealed generations to the places in the open one that ``place(name, begin, end)``
+    """Carries current data of sealed generations over to the space in the open one that ``allocate(name, begin, end)``
     returns.
 
-    `generations`: the files of each generation, by number. `target`: the files of the open one. `shares_blocks`: says
-    of a stripe (the number of a path) whether its files can share blocks.
-
-    `engine`: carries out the transfers.
+    `generations`: the files of each generation, by number. `target`: the files of the open one. `shares_blocks`: tells
+    of a stripe whether its files can share blocks.
 
     Attributes:
         copied_bytes: the bytes that were copied rather than shared.
@@ -62,26 +60,26 @@ class Carrying:
         self.copied_bytes = 0
 
     def run(self, live: Live) -> list[WrittenRange]:
-        """Carry the data over; return the ranges of the target that replace those of older generations, after all have
-        arrived. Nothing is synced.
+        """Carry the data over; return the ranges of the open generation that replace those of older ones, once all
+        bytes have arrived. Nothing is synced.
 
-        `live`: the coverage of every name, which is not changed. Raises errors of the engine, and ChecksumError if a
-        partly overwritten extent was changed on disk; the state is then as before.
+        `live`: the covered ranges of every name, which are not changed. Raises errors of the engine, and ChecksumError
+        if a partly overwritten extent was changed on disk; the state is then as before.
         """
         chosen = list(_ranges_to_carry(live, self._generations, self._target.generation, self._shares_blocks))
         pieces = [
             piece
             for covered in sorted(chosen, key=lambda c: (c.piece.generation, c.piece.stripe, c.piece.file_offset))
-            for piece in self._move(covered)
+            for piece in self._carry_range(covered)
         ]
         copy_ranges(self._to_copy, chunk_bytes=_CHUNK_BYTES)
         self.copied_bytes += sum(copied.nbytes for copied in self._to_copy)
         return pieces
 
-    def _move(self, covered: Covered) -> Iterator[WrittenRange]:
-        """Carry one covered range over and yield its new ranges. A range that is current as a whole and gets one place
-        is shared, or noted in the list of copies to be done at the end; any other is verified and copied at once
-        (ChecksumError if it was changed on disk).
+    def _carry_range(self, covered: Covered) -> Iterator[WrittenRange]:
+        """Carry one covered range over and yield the ranges that replace it. A written range that is current as a whole
+        and gets one allocation is shared, or put on the list of copies that `run` makes at the end; any other is
+        verified and copied at once (ChecksumError if it was changed on disk).
         """
         old = covered.piece
         allocations = self._allocate(old.name, covered.begin, covered.end)
@@ -89,11 +87,13 @@ class Carrying:
             yield from self._copy_verified(covered, allocations)
             return
         self._share_or_copy(old, allocations[0])
-        yield self._piece(old, allocations[0], old.checksum)  # the bytes keep the checksum that they were written with
+        yield self._carried_range(
+            old, allocations[0], old.checksum
+        )  # the bytes keep the checksum that they were written with
 
     def _share_or_copy(self, old: WrittenRange, allocation: Allocation) -> None:
-        """Share the whole blocks of a range with its new place, and note the rest at its ends, or all of it, in the
-        list of copies to be done at the end.
+        """Share the whole blocks of a written range with its new allocation; put the bytes at its ends, or all bytes if
+        none can be shared, on the list of copies that `run` makes at the end.
         """
         source, target = self._generations[old.generation], self._target
         head, shared = 0, 0
@@ -112,9 +112,10 @@ class Carrying:
                 self._to_copy.append(CopyRange(origin, goal, end - begin))
 
     def _copy_verified(self, covered: Covered, allocations: list[Allocation]) -> Iterator[WrittenRange]:
-        """Copy the current parts of a range whose checksum covers more than them to `places`; yield their new ranges.
+        """Copy a covered range that is only a part of its written range, or has several `allocations`, to these; yield
+        the new range of each.
 
-        The whole range is read and verified first, so that the new checksums do not vouch for damaged bytes;
+        The whole written range is read and verified first, so that the new checksums do not vouch for damaged bytes;
         ChecksumError if it was changed on disk.
         """
         old = covered.piece
@@ -129,10 +130,12 @@ class Carrying:
             writing = engine.write(target, part, allocation.file_offset, checksum=True)
             writing.wait()
             self.copied_bytes += allocation.end - allocation.begin
-            yield self._piece(old, allocation, writing.checksum or "")
+            yield self._carried_range(old, allocation, writing.checksum or "")
 
-    def _piece(self, old: WrittenRange, allocation: Allocation, checksum: str) -> WrittenRange:
-        """Return the range that `old` becomes at a place in the open generation."""
+    def _carried_range(self, old: WrittenRange, allocation: Allocation, checksum: str) -> WrittenRange:
+        """Return the range that replaces `old`, or a part of it, with `checksum` at an allocation in the open
+        generation.
+        """
         nbytes = allocation.end - allocation.begin
         return WrittenRange(
             old.name,
@@ -148,8 +151,8 @@ class Carrying:
 def carried_bytes(
     live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
 ) -> int:
-    """Return the bytes that a seal of generation number `target` would copy now; data that shares its blocks is not
-    copied. The arguments are those of `Carrying`; `live`: the coverage of every name.
+    """Return the bytes that sealing generation number `target` would copy now; bytes whose blocks are shared are not
+    copied. `live`: the covered ranges of every name; the other arguments are those of `Carrying`.
     """
     return sum(
         covered.end - covered.begin
@@ -161,8 +164,9 @@ def carried_bytes(
 def _ranges_to_carry(
     live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
 ) -> Iterator[Covered]:
-    """Return the covered ranges of older generations that a seal of generation number `target` carries over: all whose
-    files can share blocks, else those of generations of which less than half is current.
+    """Return the covered ranges of older generations that sealing generation number `target` carries over: all on paths
+    whose files can share blocks, and those of generations of whose files less than half is current. Arguments as in
+    `carried_bytes`.
     """
     old = [c for covered in live.values() for c in covered if c.piece.generation != target]
     current: dict[int, int] = {}
@@ -174,8 +178,8 @@ def _ranges_to_carry(
 
 
 def _whole_blocks(old: WrittenRange, allocation: Allocation, block: int) -> tuple[int, int]:
-    """Return the bytes before the first whole block (of `block` bytes) of a range, and the bytes in its whole blocks;
-    (0, 0) if the range and its new place differ in their distance to a block boundary.
+    """Return (bytes before the first whole block of a written range, bytes in its whole blocks); (0, 0) if range and
+    allocation differ in their distance to a block boundary. `block`: bytes of a block.
     """
     if (old.file_offset - allocation.file_offset) % block:
         return 0, 0

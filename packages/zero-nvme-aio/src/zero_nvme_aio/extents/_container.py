@@ -17,7 +17,7 @@ _SLICES_EXPECTED = 4
 def reserve_for(declared: Mapping[str, tuple[int, str]], stripes: int, stripe_bytes: int) -> int:
     """Return the bytes to reserve for a header at the start of each file, in whole pages: enough for every declared
     name to be written in several slices. `declared`: (bytes, dtype) by name; `stripes`: the number of paths, over which
-    names are striped in units of `stripe_bytes`; each may come to hold all of them.
+    names are striped in units of `stripe_bytes`. Any one file may come to hold all names, so each gets room for all.
     """
     entries, text = 0, 0
     for name, (nbytes, _) in declared.items():

@@ -23,8 +23,8 @@ __all__ = ["GenerationFiles", "StoreFolders"]
 
 
 class StoreFolders:
-    """Names of a store's files: `<prefix>.g<generation>.s<stripe>.extents` in each of `paths`, the index beside one of
-    them. `state`: which paths can be written to.
+    """Names, locks and lists the files of a store, which are `<prefix>.g<generation>.s<stripe>.extents` in each of
+    `paths`, and an index of each sealed generation beside one of them. `state`: which paths can be written to.
 
     Attributes:
         former: folders that the store had earlier beside one of its paths, and where files of it may be left.
@@ -43,7 +43,7 @@ class StoreFolders:
         the lock files list the paths and `former`. Two stores exclude each other if they have the same prefix and a
         path in common.
 
-        ExtentError while another one, here or in another process, has one of the paths; if two of them are the same
+        ExtentError while another store, here or in another process, holds one of the paths; if two paths are the same
         folder; if the folders hold sealed generations and `resume` is false; and if a folder that the store had is
         missing, without which it cannot be resumed, or without which it is not known what was sealed: then nothing is
         removed. OSError for a folder or lock file that cannot be made, opened or locked.
@@ -69,8 +69,8 @@ class StoreFolders:
             raise
 
     def _refuse_missing_folders(self, resume: bool) -> None:
-        """Raise ExtentError if folders that the store had are missing, and it is to be resumed, or has files here that
-        may belong to a generation whose index is there.
+        """Raise ExtentError if folders that the store had are missing and either `resume` is true or read-only files
+        are here, which may belong to a generation whose index is in a missing folder.
         """
         missing = missing_folders(self.prefix, {lock.folder: lock.record for lock in self._locks})
         kept = [path for path in self._unsealed_files() if not os.stat(path).st_mode & 0o222]
@@ -84,7 +84,9 @@ class StoreFolders:
             )
 
     def _write_lock_files(self) -> None:
-        """Write into each lock file what the folders of the store are now, with those that it had."""
+        """Write into each lock file the folders that the store has now and those that it had, and set `former`. A
+        folder without an id of its own gets one.
+        """
         records = [lock.record for lock in self._locks]
         listed = {path for record in records for path in (*record.folders.values(), *record.former)}
         self.former = {path for path in listed if not self._is_path(path) and holds_files(path, self.prefix)}
@@ -97,12 +99,12 @@ class StoreFolders:
             lock.write(FolderRecord(lock.record.id, folders, sorted(self.former)))
 
     def _is_path(self, folder: str) -> bool:
-        """Return whether a folder is one of the paths."""
+        """Return whether a folder is one of the store's paths, perhaps under another name."""
         return folder in self.paths or any(os.path.exists(folder) and os.path.samefile(folder, p) for p in self.paths)
 
     def forget_if_empty(self) -> None:
-        """Note in the lock files that there is no store any more, if its files are gone, so that its folders are not
-        missed. Where that cannot be written, do nothing.
+        """Remove the list of folders from the lock files if no file of the store is left, so that none is missed later.
+        A lock file that cannot be written stays as it is.
         """
         if not any(holds_files(path, self.prefix) for path in self.paths):
             for lock in self._locks:
@@ -111,14 +113,14 @@ class StoreFolders:
 
     def give_back(self) -> None:
         """Release the locks and close their descriptors; the store is unlocked even if a forked process has copies of
-        them.
+        the descriptors.
         """
         while self._locks:
             self._locks.pop().give_back()
 
     def require_there(self, stripe: int, path: str) -> None:
-        """Raise MissingPathError, about a new file at `path`, if the folder of a stripe is not the one that was locked:
-        the file would be on the drive of the mount point.
+        """Raise MissingPathError, naming `path`, a file about to be made, if the folder of its stripe is not the one
+        that was locked: the file would then be on the drive of the mount point.
         """
         if os.path.exists(self.paths[stripe]) and not self._locks[stripe].is_same_folder():
             raise MissingPathError(
@@ -129,9 +131,8 @@ class StoreFolders:
             )
 
     def shares_blocks(self, stripe: int) -> bool:
-        """Return whether the files of a stripe can share blocks, found by a trial on the first call and remembered.
-        False while one of several paths takes no writes: what is there stays where it is. Raises the error of the
-        trial on a single path.
+        """Return whether the files of a stripe can share blocks; the first call tries it, and the answer is remembered.
+        If the trial fails, return False this time, or raise its error (OSError) if there is only one path.
         """
         if stripe not in self._sharing:
             try:
@@ -143,21 +144,21 @@ class StoreFolders:
         return self._sharing[stripe]
 
     def data_name(self, generation: int, stripe: int) -> str:
-        """Return the file name of a stripe of a generation."""
+        """Return the name, without its folder, of the file of one generation and stripe."""
         return f"{self.prefix}.g{generation:06d}.s{stripe}.extents"
 
     def data_path(self, generation: int, stripe: int) -> str:
-        """Return the path of the file of a stripe of a generation."""
+        """Return the path of the file of one generation and stripe; it need not exist."""
         return os.path.join(self.paths[stripe], self.data_name(generation, stripe))
 
     def index_candidates(self, generation: int) -> list[str]:
-        """Return the paths at which a generation's index may lie, one in each folder, in the order in which to try
-        them: it can be written to the first, unless that path turns out to be full or to have failed.
+        """Return the paths at which the index of a generation may be, one in each folder, in the order in which writing
+        is to be tried: full and failed folders come last.
         """
         return [os.path.join(self.paths[s], f"{self.prefix}.g{generation:06d}.index") for s in self.state.usable_first]
 
     def index_path(self, generation: int) -> str:
-        """Return the path of the index of a sealed generation."""
+        """Return the path of the index of a sealed generation, which exists in one of the folders."""
         return next(filter(os.path.exists, self.index_candidates(generation)))
 
     def indexes(self) -> list[int]:
@@ -167,7 +168,7 @@ class StoreFolders:
         return sorted({int(match.group(1)) for match in found if match})
 
     def _unsealed_files(self) -> list[str]:
-        """Return the paths of the files of generations without an index in these folders."""
+        """Return the paths of all files in the store's folders that belong to a generation without an index."""
         sealed = set(self.indexes())
         pattern = re.compile(re.escape(self.prefix) + r"\.g(\d+)\.(?:s\d+\.extents|index\.part)")
         found = [(path, pattern.fullmatch(name)) for path in self.paths for name in os.listdir(path)]
@@ -180,12 +181,14 @@ class StoreFolders:
 
 
 class GenerationFiles:
-    """Open files of one generation of the store in `folders`, by stripe, each opened by the one of `engines` for that
-    stripe; a stripe without data has no file. New files are writable; after `open_sealed` or `reopen_sealed` files are
-    opened for reading. `header_bytes` are left for a header at the start of each new file; of several files each has
-    the space from the start, since its path may fill up.
+    """The files of generation number `generation` of the store in `folders`, by stripe, each opened on first use by the
+    one of `engines` for that stripe; a stripe without data has no file.
+
+    New files are writable; after `open_sealed` or `reopen_sealed` files are opened for reading. If there are several
+    paths, `header_bytes` are written for a header at the start of each new file, since its path may fill up later.
 
     Attributes:
+        generation: the generation's number.
         spoiled: stripes with failed writes, whose bytes were written elsewhere.
     """
 
@@ -202,12 +205,12 @@ class GenerationFiles:
 
     @property
     def stripes(self) -> list[int]:
-        """Return the stripes that have a file, ascending."""
+        """Return the stripes whose file is open, ascending."""
         return sorted(self._files)
 
     @property
     def nbytes(self) -> int:
-        """Return the current bytes of all files together."""
+        """Return the current size of all open files together, in bytes."""
         return sum(file.size for file in self._files.values())
 
     def path(self, stripe: int) -> str:
@@ -243,14 +246,15 @@ class GenerationFiles:
         return self._engines[stripe]
 
     def submit(self, write: bool, stripe: int, items: list[Any], offset: int, checksum: bool) -> Request:
-        """Start a read, or with `write` a write, of described buffers from or to the file of a stripe at `offset`
-        (bytes), and return the request. `checksum`: compute it. Errors as of `file`.
+        """Start a read, or with `write` a write, of described buffers (`_buffers.describe_all`), one after the other
+        from `offset` (bytes) of a stripe's file on; return the request. `checksum`: compute it. Errors as of `file`.
         """
         return self._engines[stripe].submit_items(write, self.file(stripe), items, offset, checksum)
 
     def leave_out_spoiled(self, needed: Set[int]) -> None:
-        """Forget the failed writes of all stripes; the files of spoiled stripes that are not `needed` leave the
-        generation, and are removed if that is possible. All writes have ended.
+        """Forget the failed writes of all stripes, so that syncing does not raise them. Files of spoiled stripes that
+        are not `needed` leave the generation, and are deleted if their drive lets them. The caller has waited for all
+        writes.
         """
         for stripe in self.spoiled & set(self._files):
             with suppress(TransferError):  # the failed write's, which the next sync of the file would raise
@@ -262,14 +266,16 @@ class GenerationFiles:
         self.spoiled.clear()
 
     def open_sealed(self, stripes: Sequence[int]) -> None:
-        """Open the files of these stripes, which exist, for reading; later ones are opened for reading too."""
+        """Open the files of these stripes, which must exist, for reading; files opened later are opened for reading
+        too.
+        """
         self._writable = False
         for stripe in stripes:
             self.file(stripe)
 
     def finish(self, ends: Sequence[int], headers: dict[int, bytes]) -> None:
         """Truncate each file to its entry in `ends` (bytes, by stripe), write the headers (by stripe) to the start of
-        the files and remove their write permission. The open files stay writable.
+        the files and remove their write permission. Descriptors that are open can still write.
         """
         for stripe, file in self._files.items():
             os.truncate(self.path(stripe), ends[stripe])
@@ -283,20 +289,22 @@ class GenerationFiles:
         return dict(self._files)
 
     def reopen_sealed(self) -> None:
-        """Replace the files by ones opened for reading; the writable ones stay open, and their holder closes them."""
+        """Open all files anew for reading, in place of the writable ones; those stay open until whoever has got them
+        from `opened` closes them.
+        """
         written, self._files = self._files, {}
         self.open_sealed(sorted(written))
 
     def close(self) -> None:
-        """Wait for the files' requests and close them; `file` opens them again."""
+        """Wait for the files' requests and close the files; `file` opens them again."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
     def remove(self, *, whole_store: bool = False) -> None:
-        """Close and delete the files and the index, but for those that a drive that failed, one of several, does not
-        let go; hard links elsewhere keep their content. If the index stays, so do the files, as the generation still
-        exists, unless the `whole_store` is removed. Raises OSError.
+        """Close and delete the files and the index; hard links elsewhere keep their content. What is on a drive that
+        failed, one of several, is left there; if that is the index, all files are left, since the generation still
+        exists, unless the `whole_store` is removed. OSError if something else cannot be deleted.
         """
         stripes = self.stripes
         self.close()
@@ -307,8 +315,8 @@ class GenerationFiles:
                 self._delete(self.path(stripe))
 
     def _delete(self, path: str) -> bool:
-        """Delete a file if it exists; return whether it is gone, false if its drive, one of several, failed. Raises
-        OSError.
+        """Delete a file if it exists; return True, or False if it is still there because its drive, one of several,
+        failed. OSError for any other failure.
         """
         try:
             os.unlink(path)

@@ -31,8 +31,8 @@ class Generation:
 
     `index`: its number, counted from 1. `extents`: name -> extents in order of offset, of this generation only
     (`ExtentStore.extents` returns the current state of all). `files`: the paths. `kind`: "safetensors" or "raw". While
-    this object is alive its files stay in the store, so that they can be hard-linked. After `release()`, or when it is
-    dropped, the store removes them once all their names were rewritten and sealed.
+    this object is alive its files stay in the store, so that they can be hard-linked. After `release()`, or when the
+    object is dropped, the store removes the files once all their names were rewritten and sealed.
     """
 
     index: int

@@ -24,13 +24,13 @@ _REMOVAL_SECONDS = 60.0  # bound of `close`'s wait: a thread that was interrupte
 
 
 class History:
-    """Keeps the files of the open generation, and of earlier ones for as long as anything needs them.
+    """Keeps the files of the open generation, and of earlier ones for as long as anything needs them: the current
+    state, the newest state that survives a crash, or a user who holds the `Generation`.
 
-    `live`: the current state (name -> the ranges that hold its bytes), which the store changes. `lock`: the store's,
-    which holds it in every call; calls through a `Generation` come on any thread and take it. Large files take long to
-    remove, so these calls do that after they have released the lock: only `close` waits for it.
-
-    `folders`: those of the store's files.
+    `live`: the current state (name -> the ranges that hold its bytes, in order), which the store changes. `folders`:
+    those of the store's files. `lock`: the store's, which the store holds whenever it calls; calls through a
+    `Generation` come on any thread and take it. Large files take long to remove, so these calls do that after they have
+    released the lock, and only `close` waits for it.
 
     Attributes:
         files: generation number -> its files; the open generation has some once it is written to.
@@ -50,8 +50,8 @@ class History:
         self._closed = False
 
     def adopt(self, generations: Mapping[int, GenerationFiles], keys: Mapping[tuple[int, str, int], str]) -> None:
-        """Add the sealed generations found in the folders, by number, which make up the current state; the open one
-        gets the next number.
+        """Add the sealed generations that were found in the folders, by number; together they hold the current state,
+        `live`. The open generation gets the next number.
 
         `keys`: (generation, name, begin) -> entry of the safetensors file.
         """
@@ -63,9 +63,11 @@ class History:
     def add_sealed(
         self, sync: GenerationSync, pieces: Sequence[WrittenRange], keys: Mapping[tuple[str, int], str], kind: str
     ) -> Generation:
-        """Return the open generation, whose files were sealed, to give to users; the next number becomes the open one.
+        """Return a `Generation`, for the user, of the open generation, whose files were just sealed; a new generation,
+        with the next number, becomes the open one.
 
-        `sync`: makes it durable. `pieces`: its ranges. `keys`: (name, begin) -> entry of the safetensors file.
+        `sync`: makes the sealed one durable. `pieces`: its ranges. `keys`: (name, begin) -> entry of the safetensors
+        file. `kind`: "safetensors" or "raw".
         """
         files = self.files[self.open_number]
         files.reopen_sealed()
@@ -86,15 +88,16 @@ class History:
         return generation
 
     def note_durable(self, sync: GenerationSync) -> None:
-        """Record that the generation of `sync` survives a crash now, and close `sync`; do neither if a later one has
-        replaced it. Then remove the files of generations that nothing needs any more."""
+        """Record that the generation of `sync` survives a crash now, and close `sync`; do neither if a later generation
+        was sealed meanwhile. Then remove the files of generations that nothing needs any more.
+        """
         with self._lock:
             if self._unsynced is not None and self._unsynced[0] is sync:
                 _, self._durable_live = self._unsynced
                 self._unsynced = None
                 sync.close()
-            superseded = self._take_superseded()
-        self._remove(superseded)
+            unneeded = self._take_unneeded()
+        self._remove_files(unneeded)
 
     def make_last_durable(self) -> None:
         """Sync the generation that was sealed last, if that was not done yet.
@@ -114,7 +117,9 @@ class History:
             self._unsynced = None
 
     def extent(self, covered: Covered) -> Extent:
-        """Return where a covered range lies in files; its checksum and key only if it is all of a written range."""
+        """Return where a covered range lies in files; the extent has a checksum and a key only if it is all of a
+        written range.
+        """
         piece = covered.piece
         whole = (covered.begin, covered.end) == (piece.begin, piece.end)
         return Extent(
@@ -145,7 +150,7 @@ class History:
                 files.close()
 
     def _pin(self, generation: Generation) -> None:
-        """Keep the files of `generation` until it is released or dropped."""
+        """Keep the files of `generation` until its user releases or drops it."""
         token = _Pin()
         generation._pin.append(token)
         self._pins[generation.index] = weakref.finalize(token, _unpin, weakref.ref(self), generation.index)
@@ -155,12 +160,12 @@ class History:
         """Remove the files of generation number `index`, which no user holds any more, if nothing else needs them."""
         with self._lock:
             self._pins.pop(index, None)
-            superseded = self._take_superseded()
-        self._remove(superseded)
+            unneeded = self._take_unneeded()
+        self._remove_files(unneeded)
 
-    def _take_superseded(self) -> list[GenerationFiles]:
+    def _take_unneeded(self) -> list[GenerationFiles]:
         """Take the generations that nothing needs any more out of `files` and return them; the caller holds the lock,
-        and passes them to `_remove` after releasing it. Empty after `close`.
+        and passes them to `_remove_files` after releasing it. Empty after `close`.
         """
         if self._closed:
             return []
@@ -172,9 +177,11 @@ class History:
         self._removing += len(found)
         return found
 
-    def _remove(self, superseded: Sequence[GenerationFiles]) -> None:
-        """Delete the files of generations that `_take_superseded` returned; takes the lock for a moment after each."""
-        for files in superseded:
+    def _remove_files(self, unneeded: Sequence[GenerationFiles]) -> None:
+        """Delete the files of the generations that `_take_unneeded` returned; takes the lock for a moment
+        after each.
+        """
+        for files in unneeded:
             try:
                 files.remove()
             finally:
@@ -188,7 +195,9 @@ class _Pin:
 
 
 def _make_durable(sync: GenerationSync, reference: weakref.ref[History]) -> None:
-    """Make a generation durable, and record that in its store's history if the store still exists."""
+    """Run `sync`, which makes its generation durable, and record that in the store's history if the store still exists.
+    Raises the error of syncing.
+    """
     sync.run()
     history = reference()
     if history is not None:
@@ -196,7 +205,9 @@ def _make_durable(sync: GenerationSync, reference: weakref.ref[History]) -> None
 
 
 def _unpin(reference: weakref.ref[History], index: int) -> None:
-    """Call `History._unpin` if the store still exists; the finalizer of a `_Pin`."""
+    """Tell the history, if the store still exists, that the user holds generation number `index` no more; the finalizer
+    of a `_Pin`.
+    """
     history = reference()
     if history is not None:
         history._unpin(index)

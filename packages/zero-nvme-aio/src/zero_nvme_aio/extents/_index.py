@@ -29,9 +29,9 @@ _STRIPE = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
 class SealedIndex(NamedTuple):
-    """The content of an index. `kind`: "raw" or "safetensors". `stripes`: the number of the store's paths. `files`:
-    stripe (number of a path) -> (file name, bytes). `pieces`: all ranges, by name and offset. `keys`: (name, offset) ->
-    safetensors entry.
+    """The content of an index. `generation`: its number. `kind`: "raw" or "safetensors". `stripes`: the number of the
+    store's paths. `files`: stripe (number of a path) -> (file name, bytes). `pieces`: all ranges, by name and offset.
+    `keys`: (name, offset) -> safetensors entry.
     """
 
     generation: int
@@ -43,7 +43,7 @@ class SealedIndex(NamedTuple):
 
 
 def write_index(path: str, sealed: SealedIndex) -> None:
-    """Write the index to `path` and sync it and its folder; the file is either complete or absent. Raises OSError; a
+    """Write an index to `path`, and sync it and its folder; the file is either complete or absent. Raises OSError; a
     `.part` file may then stay beside it.
     """
     extents: dict[str, list[list[object]]] = {}
@@ -72,8 +72,8 @@ def write_index(path: str, sealed: SealedIndex) -> None:
 
 
 def read_index(path: str) -> SealedIndex:
-    """Read and check an index; FormatError if it is damaged, inconsistent, or of an unknown version. The files it names
-    need not exist.
+    """Read and check the index at `path`; FormatError if it is damaged, inconsistent, or of an unknown version. The
+    files that it lists need not exist.
     """
     with open(path, "rb") as file:
         content = file.read(_MOST_BYTES + 1)
@@ -90,7 +90,7 @@ def read_index(path: str) -> SealedIndex:
     version = table.get("version") if isinstance(table, dict) and table.get("format") == _FORMAT else None
     if version != 1:
         raise FormatError(f"'{path}': expected version 1 of '{_FORMAT}', got {version!r:.40}", path=path)
-    _check(path, table)
+    _check_table(path, table)
     pieces, keys = [], {}
     for name, begin, nbytes, stripe, file_offset, checksum, key in _rows(table["extents"]):
         pieces.append(WrittenRange(name, begin, nbytes, table["generation"], stripe, file_offset, checksum))
@@ -99,9 +99,9 @@ def read_index(path: str) -> SealedIndex:
     return SealedIndex(table["generation"], table["kind"], table["stripes"], files, pieces, keys)
 
 
-def _check(path: str, table: Mapping[str, Any]) -> None:
-    """Raise FormatError, with `path` in it, unless every field of the index has its type and every extent lies in a
-    file of the index.
+def _check_table(path: str, table: Mapping[str, Any]) -> None:
+    """Raise FormatError, with `path` in it, unless every field of `table`, the JSON of an index, has its type and every
+    extent lies in a file of the index.
     """
     files, extents = table.get("files"), table.get("extents")
     wrong = [name for name in ("generation", "stripes") if not _is_size(table.get(name))]
@@ -123,21 +123,23 @@ def _is_size(value: object) -> bool:
 
 
 def _is_file(stripe: str, entry: Any) -> bool:
-    """Return whether an entry of `files` is a decimal path number below 10,000 with a [file name, bytes] that stays in
-    its folder.
+    """Return whether an entry of `files` in an index is valid: its key a decimal path number below 10,000, its value a
+    [file name, bytes] whose name has no folder.
     """
     named = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and os.sep not in entry[0]
     return named and "\0" not in entry[0] and _is_size(entry[1]) and _STRIPE.fullmatch(stripe) is not None
 
 
 def _is_row(row: Any) -> bool:
-    """Return whether a row of `extents` has its six fields, of the right types, and at least one byte."""
+    """Return whether a row of `extents` in an index has its six fields, of the right types, and is of at least one
+    byte.
+    """
     whole = isinstance(row, list) and len(row) == 6 and all(map(_is_size, row[:4]))
     return whole and row[1] > 0 and all(isinstance(text, str) for text in row[4:])
 
 
 def _rows(extents: Mapping[str, list[list[object]]]) -> Iterable[tuple[str, int, int, int, int, str, str]]:
-    """Yield (name, offset, bytes, stripe, file offset, checksum, key) of every extent in a checked index."""
+    """Yield (name, offset, bytes, stripe, file offset, checksum, key) for every extent of a checked index."""
     for name, rows in extents.items():
         for row in rows:
             yield (name, *row)  # type: ignore[misc]

@@ -1,7 +1,8 @@
-"""The paths of a store: which of them gets the next bytes, and what becomes of one that is full, fails or slows down.
+"""The paths of a store: which of them gets the next bytes, and what happens to one that is full, fails or slows down.
 
-A stripe is the number of a path, from 0. Bytes go to the paths in proportion to their weights, which say how fast each
-is: the bytes per second that were measured, or any numbers in the same proportion.
+A stripe is the number of a path, from 0. A unit is one of the equally long parts of a name that are striped over the
+paths. Bytes go to the paths in proportion to their weights, which say how fast each is: the bytes per second that were
+measured, or any numbers in the same proportion.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _FAILED = frozenset(
 class PathUse(NamedTuple):
     """What a store has done with one path: its `folder` and `name`; the `share` of the bytes that it gets now, from 0
     to 1; its `state`, "in use", "full", "failed" or "slow"; the bytes written and read; and the bytes per second that
-    it moved while it had transfers, 0 if there were none.
+    the path moved while it had transfers, 0 if there were none.
     """
 
     folder: str
@@ -54,9 +55,9 @@ class PathUse(NamedTuple):
 
 class _Path:
     """The state of one path. `given`: the weight that the store was made with; `weight`: the present one. `placed`: the
-    bytes whose place is on it. `full`, `failed`, `slow`: it is that now; `short`: it was full, and bytes that it would
-    have are elsewhere; `told`: what users were told about it; `silent_since_ns`: the begin of the last time in which
-    it did not answer, of which they were told.
+    bytes allocated on the path; `written`, `read`: the bytes moved so far. `full`, `failed`, `slow`: the path is that
+    now. `short`: it was full, and bytes of its share are on other paths. `told`: the topics on which users were told
+    about it. `silent_since_ns`: the begin of the last silence that users were told about.
     """
 
     def __init__(self, folder: str, name: str, weight: float) -> None:
@@ -74,18 +75,18 @@ class _Path:
         self._busy_before_ns = self._moved_before = 0
 
     def started(self, request: Request, nbytes: int) -> None:
-        """Follow a transfer until it ends."""
+        """Follow a transfer of `nbytes` until it ends."""
         self._under_way.append((request, nbytes))
 
     def note_full(self) -> None:
-        """Note that it is full, and when, and what the file system says is free."""
+        """Mark the path as full; remember the time, and the bytes that the file system reports as free."""
         self.full = self.short = True
         self._full_at = self._looked_at = time.monotonic()
         self._free_bytes = free_bytes(self.folder) or 0
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether a path that was full is to be tried again: `nbytes` more are free than when it was full, or
-        that is long ago. Looks at it once a second at most.
+        """Return whether a path that was full is to be tried again: `nbytes` more are free than when it became full, or
+        that was over a minute ago. Asks the file system once a second at most; in between the answer is False.
         """
         now = time.monotonic()
         if now - self._looked_at < LOOK_FOR_ROOM_SECONDS:
@@ -94,16 +95,16 @@ class _Path:
         return now - self._full_at > TRY_AGAIN_SECONDS or (free_bytes(self.folder) or 0) >= self._free_bytes + nbytes
 
     def unanswered_since_ns(self) -> int:
-        """Return since when, by the monotonic clock, it has transfers under way and none has ended; 0 if there are
-        none. Needs no lock.
+        """Return the time, in nanoseconds of the monotonic clock, since which transfers have been under way and none
+        has ended; 0 if none is under way. Needs no lock.
         """
         times = [request.times() for request, _ in tuple(self._under_way)]
         begins = [begin for begin, end in times if not end]
         return max([min(begins), self._ended_ns, *(end for _, end in times)]) if begins else 0
 
     def count_ended(self) -> int:
-        """Count the transfers that ended since the last call; return the bytes since the last comparison. The time in
-        which several were under way counts once.
+        """Count the transfers that ended since the last call; return the bytes moved since the last `take_rate`. The
+        time in which several were under way counts once.
         """
         while self._under_way and self._under_way[0][0].done():
             request, nbytes = self._under_way.popleft()
@@ -114,7 +115,9 @@ class _Path:
         return self._moved
 
     def take_rate(self) -> float:
-        """Return the bytes per second since the last comparison, which this is; 0 if no time was measured."""
+        """Return the bytes per second since the last call of this, and begin to measure anew; 0 if no time was
+        measured.
+        """
         rate = self._moved * 1e9 / self._busy_ns if self._busy_ns else 0.0
         self._busy_before_ns += self._busy_ns
         self._moved_before += self._moved
@@ -123,7 +126,7 @@ class _Path:
 
     @property
     def bytes_per_s(self) -> float:
-        """Return the bytes per second while transfers were under way, since the start; 0 if there were none."""
+        """Return the average bytes per second while transfers were under way, since the start; 0 if there were none."""
         busy = self._busy_before_ns + self._busy_ns
         return (self._moved_before + self._moved) * 1e9 / busy if busy else 0.0
 
@@ -133,9 +136,10 @@ class StorePaths:
     folders).
 
     Every unit of a name keeps its path, also in later generations, until that path fails, or until the weights change:
-    transfers are timed, and a path that is slower than half of what its weight says, beside the fastest, gets fewer
+    transfers are timed, and a path that, compared with the fastest, reaches less than half of its weight gets fewer
     bytes until it is faster again. `tell` gets one sentence, when `say` is called, for each path that is full, fails or
-    is slow; by default it is a warning. The caller holds the store's lock.
+    is slow; None: the sentence is a warning. The caller holds the store's lock, except where a method says otherwise.
+    ValueError for weights or names that do not fit.
     """
 
     def __init__(
@@ -166,25 +170,25 @@ class StorePaths:
 
     @property
     def usable_first(self) -> list[int]:
-        """Return all stripes, those of paths that have failed or are full last."""
+        """Return all stripes, with those of failed and full paths at the end."""
         return sorted(range(len(self._paths)), key=self._full_or_failed)
 
     @property
     def any_usable(self) -> bool:
-        """Return whether a path can be written to."""
+        """Return whether any path can be written to."""
         return not all(map(self._full_or_failed, range(len(self._paths))))
 
     def has_failed(self, stripe: int) -> bool:
-        """Return whether a path has failed: nothing is written to it any more."""
+        """Return whether the path of a stripe has failed; nothing is written to it any more."""
         return self._paths[stripe].failed
 
     def is_drives_error(self, error: OSError) -> bool:
-        """Return whether an error says that a drive, one of several, failed or is full."""
+        """Return whether there are several paths and an error is of a kind that a failed or full drive causes."""
         return len(self._paths) > 1 and error.errno in _FAILED | _FULL
 
     def choose(self, name: str, unit: int, nbytes: int) -> int:
-        """Return the stripe for new space of `nbytes` in a unit of a name: the one it had, while it may stay there;
-        else that which has the fewest bytes for its weight.
+        """Return the stripe for new space of `nbytes` in unit number `unit` of a name: the one that the unit had, while
+        it may stay there; else the one with the fewest bytes for its weight.
         """
         if len(self._paths) == 1:
             return 0
@@ -199,16 +203,17 @@ class StorePaths:
         return best
 
     def should_move(self, stripe: int, nbytes: int, *, entirely: bool) -> bool:
-        """Return whether `nbytes` that have a place on a path are to be written elsewhere: it failed, or, if they are
-        all bytes of that place (`entirely`), it has more than its weight allows.
+        """Return whether `nbytes` that are allocated on a stripe are to be written elsewhere: its path failed, or, if
+        they are all bytes of their allocation (`entirely`), it has more than its weight allows. False with a single
+        path.
         """
         if len(self._paths) == 1:
             return False
         return (self._paths[stripe].failed and self.any_usable) or (entirely and self._has_too_much(stripe, nbytes))
 
     def refuse(self, stripe: int, error: OSError) -> bool:
-        """Stop writing to a path if a failed write's `error` is about its drive, and say so; return whether the write
-        can go to another. A full path is tried again after the next seal, and when there is room.
+        """Stop writing to a path if the `error` of a failed write is about its drive, and have `say` tell that; return
+        whether the write can go to another path. A full path is tried again after the next seal, and when it has room.
         """
         path = self._paths[stripe]
         if error.errno in _FULL:
@@ -225,12 +230,12 @@ class StorePaths:
         return True
 
     def try_full_again(self) -> None:
-        """Write to full paths again: files may have been removed."""
+        """Count full paths as usable again, since files may have been removed."""
         for path in self._paths:
             path.full = False
 
     def started(self, stripe: int, request: Request, nbytes: int, *, write: bool) -> None:
-        """Count a transfer of `nbytes`, and follow it until it ends if there are several paths."""
+        """Count a transfer of `nbytes` as written or read; if there are several paths, also time it until it ends."""
         path = self._paths[stripe]
         if write:
             path.written += nbytes
@@ -240,8 +245,8 @@ class StorePaths:
             path.started(request, nbytes)
 
     def rebalance(self) -> None:
-        """Count the transfers that have ended, and use full paths again that have room now. Once each path that is in
-        use has moved enough, compare their rates and change the weights of those that are slow or are no longer.
+        """Count the transfers that have ended, and use full paths again that have room now. Once each path in use has
+        moved enough bytes, compare their rates and change the weights of those that became slow or are slow no longer.
         """
         self._retry_paths_with_room()
         moved = [(path, path.count_ended()) for path in self._paths if not path.failed]
@@ -267,7 +272,9 @@ class StorePaths:
                 path.weight, self._shifting = weight, True
 
     def _retry_paths_with_room(self) -> None:
-        """Use paths that were full as the others again, if they have room for half of what they lack of their share."""
+        """Count paths that were full as usable again if they have room for half of the bytes by which they are below
+        their share.
+        """
         for path in self._paths:
             if path.short and not path.failed:
                 placed, weight = sum(p.placed for p in self._paths), sum(p.weight for p in self._paths if not p.failed)
@@ -277,8 +284,9 @@ class StorePaths:
                     self._shifting = True
 
     def tell_if_silent(self, stripe: int, seconds: float) -> None:
-        """Say that a path has not answered for some time, if that is more than `seconds`, once each time. Needs no
-        lock; may be called while the store's is held, and raises nothing that `tell` does with warnings.
+        """Tell users at once that a path has had transfers under way for more than `seconds` without one ending; once
+        for each such silence. Needs no lock, and may be called with it; where `tell` raises a Warning, `say` tells it
+        later.
         """
         path = self._paths[stripe]
         since_ns = path.unanswered_since_ns()
@@ -295,8 +303,8 @@ class StorePaths:
                 self._unsaid.append(text)
 
     def say(self) -> None:
-        """Pass to `tell` what is new about the paths; the caller does not hold the store's lock. Raises what that does,
-        with which a sentence counts as said.
+        """Pass what is new about the paths to `tell`, a sentence at a time; the caller does not hold the store's lock.
+        Raises what `tell` raises; that sentence counts as told.
         """
         while self._unsaid:
             try:
@@ -306,7 +314,7 @@ class StorePaths:
             self._tell(text)
 
     def path_use(self) -> tuple[PathUse, ...]:
-        """Return what was done with each path so far."""
+        """Return what was done with each path so far, by stripe."""
         for path in self._paths:
             path.count_ended()
         total = sum(self._paths[stripe].weight for stripe in self._usable())
@@ -318,26 +326,32 @@ class StorePaths:
         return tuple(found)
 
     def _usable(self) -> list[int]:
-        """Return the stripes that can be written to: those that are neither full nor failed; all if there are none."""
+        """Return the stripes whose paths are neither full nor failed; all stripes if there are none."""
         found = [stripe for stripe in range(len(self._paths)) if not self._full_or_failed(stripe)]
         return found or list(range(len(self._paths)))
 
     def _full_or_failed(self, stripe: int) -> bool:
-        """Return whether a path gets no new bytes."""
+        """Return whether the path of a stripe is full or has failed, so that it gets no new bytes."""
         return self._paths[stripe].full or self._paths[stripe].failed
 
     def _relative_load(self, stripe: int, nbytes: int) -> float:
-        """Return how long a path would take for what is on it and `nbytes` more, in units of the weights."""
+        """Return the bytes on a path with `nbytes` more, divided by its weight: the time they take, in an arbitrary
+        unit.
+        """
         return (self._paths[stripe].placed + nbytes) / self._paths[stripe].weight
 
     def _has_too_much(self, stripe: int, nbytes: int) -> bool:
-        """Return whether, since weights changed, `nbytes` of a path are better moved to another one."""
+        """Return whether `nbytes` of a path are better moved to another one: weights have changed, and the path's load
+        is higher than another's would be with these bytes.
+        """
         return self._shifting and self._relative_load(stripe, 0) > min(
             (self._relative_load(other, nbytes) for other in self._usable() if other != stripe), default=float("inf")
         )
 
     def _tell_once(self, path: _Path, topic: str, text: str) -> None:
-        """Have something said about a path by the next `say`, once for each topic."""
+        """Have the next `say` tell `text` about a path, unless something was told on the same topic ("full", "failed"
+        or "slow").
+        """
         if topic not in path.told:
             path.told.add(topic)
             self._unsaid.append(f"the path {path.name} of a store {text}")

@@ -1,5 +1,5 @@
-"""The places of a name's bytes: interval arithmetic, no files. A stripe is the number of a path of the store, from 0; a
-generation is what is written between two seals.
+"""Which bytes of a name are current, and where they lie in files: interval arithmetic, no I/O. A stripe is the number
+of a path of the store, from 0; a generation is what is written between two seals, and the last one is open.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class WrittenRange:
     """Bytes [begin, begin + nbytes) of `name`, written in one go at `file_offset` of the file of one generation and
     stripe.
 
-    `checksum`: recorded earlier, empty if it is not known yet. `request`: the write that carried them, while or after
-    it was under way in this process; None if the range was loaded or carried over.
+    `checksum`: of the range if it is known, else empty. `request`: the write that carried the bytes, under way or
+    ended, if this process wrote them; None if the range was loaded or carried over from another generation.
     """
 
     __slots__ = ("_checksum", "_partial", "begin", "file_offset", "generation", "name", "nbytes", "request", "stripe")
@@ -42,13 +42,13 @@ class WrittenRange:
 
     @property
     def end(self) -> int:
-        """The offset in the extent behind the range's last byte."""
+        """Return the offset in the name behind the range's last byte."""
         return self.begin + self.nbytes
 
     @property
     def checksum(self) -> str:
-        """Return the recorded checksum; empty while the write is under way, and for the remainder of a partly
-        overwritten range.
+        """Return the checksum of the range, from its write if that has ended with one. Empty if it is not known: while
+        the write is under way, and for a `part` of a range until it is set.
         """
         if not self._checksum and self.request is not None and not self._partial:
             self._checksum = self.request.checksum or ""
@@ -60,8 +60,8 @@ class WrittenRange:
         self._checksum = value
 
     def part(self, begin: int, end: int) -> WrittenRange:
-        """Return the sub-range [begin, end) of this one, in the same place; its checksum is not known until
-        it is set.
+        """Return the sub-range [begin, end) of this one (offsets in the name) as a range of its own, at the same offset
+        of the file, with the same write; its checksum is empty until it is set.
         """
         part = WrittenRange(
             self.name, begin, end - begin, self.generation, self.stripe, self.file_offset + begin - self.begin
@@ -72,7 +72,7 @@ class WrittenRange:
 
 
 class Covered(NamedTuple):
-    """Bytes [begin, end) of a name are current in `piece`, which may be larger."""
+    """Bytes [begin, end) of a name are current in the written range `piece`, which may be larger."""
 
     begin: int
     end: int
@@ -80,10 +80,12 @@ class Covered(NamedTuple):
 
 
 def overlay(current: list[Covered], new: WrittenRange, open_generation: int) -> list[Covered]:
-    """Return the coverage of a name, by offset, after `new` was written over `current`, which is not changed.
+    """Return the coverage of a name after `new` was written over `current`: which written range holds which bytes, in
+    order of offset. `current` is not changed.
 
-    Ranges of sealed generations are only shadowed. Ranges of the open generation lie in the same place as `new`, so
-    their remainders become ranges of their own, whose checksums are computed when they are sealed.
+    What remains of partly overwritten ranges of sealed generations is a smaller part of the same range. Ranges of
+    generation number `open_generation` are overwritten in the file too, so what remains of them becomes ranges of their
+    own, whose checksums are computed when they are sealed.
     """
     out = []
     for covered in current:
@@ -100,8 +102,8 @@ def overlay(current: list[Covered], new: WrittenRange, open_generation: int) -> 
 
 
 def cover(current: list[Covered], begin: int, end: int) -> Iterator[Covered | tuple[int, int]]:
-    """Yield the ranges that hold bytes [begin, end) of a name, in order, each limited to them: covered ranges, and
-    (begin, end) pairs for bytes never written.
+    """Yield what holds bytes [begin, end) of a name, in order, clipped to them: `Covered` ranges, and (begin, end)
+    pairs for bytes that were never written. `current`: the coverage of the name, in order.
     """
     position = begin
     for covered in current:
@@ -117,7 +119,9 @@ def cover(current: list[Covered], begin: int, end: int) -> Iterator[Covered | tu
 
 
 class Allocation(NamedTuple):
-    """Bytes [begin, end) of a name are stored at `file_offset` of the file on path number `stripe`."""
+    """Space of the open generation for bytes [begin, end) of a name: from `file_offset` of the file on path number
+    `stripe` on.
+    """
 
     begin: int
     end: int
@@ -129,11 +133,11 @@ class Allocator:
     """Allocates file space of one generation, on `paths` in units of `stripe_bytes`, from `first_offset` of each file
     on.
 
-    Places have the same distance to a page boundary as the bytes they hold, so that page-aligned memory for a
+    An allocation has the same distance to a page boundary as the bytes it is for, so that page-aligned memory for a
     page-aligned range needs no copy.
 
     Attributes:
-        ends: the end of the space given out in each file, in bytes.
+        ends: the end of the space allocated in each file, in bytes, by stripe.
     """
 
     def __init__(self, paths: StorePaths, stripe_bytes: int, first_offset: int) -> None:
@@ -144,13 +148,14 @@ class Allocator:
         self._free: dict[tuple[int, int, int], list[int]] = {}  # (stripe, bytes, distance to a page) -> file offsets
 
     def reserve(self, name: str, nbytes: int) -> None:
-        """Allocate space for all `nbytes` of a name at once, unless it has some in this generation."""
+        """Allocate space for all `nbytes` of a name at once; do nothing if the name has space in this generation."""
         if name not in self._allocations:
             self.allocate(name, 0, nbytes)
 
     def allocate(self, name: str, begin: int, end: int, avoided: Set[int] = frozenset()) -> list[Allocation]:
-        """Return the places for new content of bytes [begin, end) of a name, in order: those they already have in this
-        generation, unless their path is to be left or among the stripes to be `avoided`, else new ones.
+        """Return allocations for new content of bytes [begin, end) of a name, in order: those that the bytes already
+        have in this generation, unless their path is to be left or their stripe is `avoided`, and new ones for the
+        others.
         """
         out, position = [], begin
         for known in tuple(self._allocations.setdefault(name, [])):
@@ -172,8 +177,8 @@ class Allocator:
         return out
 
     def reallocate(self, name: str, begin: int, end: int) -> Allocation:
-        """Return another place for bytes [begin, end) of a name, which have one place, and give that up for good: it
-        could not be written.
+        """Return a new allocation for bytes [begin, end) of a name, which have a single one; the old one could not be
+        written and is never used again.
         """
         for known in tuple(self._allocations[name]):
             low, high = max(known.begin, begin), min(known.end, end)
@@ -183,7 +188,7 @@ class Allocator:
         return allocation
 
     def _give_up(self, name: str, known: Allocation, low: int, high: int) -> None:
-        """Forget the part [low, high) of a place of a name; the rest of it stays."""
+        """Take bytes [low, high) out of an allocation of a name, `known`; the rest of it stays allocated."""
         self._allocations[name].remove(known)
         for begin, end in ((known.begin, low), (high, known.end)):
             if begin < end:
@@ -192,8 +197,8 @@ class Allocator:
                 )
 
     def _allocate_new(self, name: str, begin: int, end: int) -> list[Allocation]:
-        """Allocate and return new places for bytes [begin, end) of a name, one per unit of a stripe; none if the range
-        is empty.
+        """Return new allocations for bytes [begin, end) of a name, one per unit of a stripe; none if the range is
+        empty.
         """
         new = []
         while begin < end:

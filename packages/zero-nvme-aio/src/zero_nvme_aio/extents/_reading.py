@@ -19,10 +19,11 @@ __all__ = ["Reading", "check_checksum"]
 
 
 class Reading:
-    """Collects the requests of one read of a name, and the checks to run when they are done; the store's lock is held.
+    """Collects the requests of one read of a name, and the checks to run when they have ended; the caller holds the
+    store's lock.
 
-    `generations`: the files of each generation, by its number. `verify`: compare recorded checksums. `requests` and
-    `checks` become those of the `StoreRequest`. `engine`: carries out the transfers.
+    `paths`: those of the store, which count the bytes. `generations`: the files of each generation, by its number.
+    `verify`: compare recorded checksums. `requests` and `checks` become those of the `StoreRequest`.
     """
 
     def __init__(self, paths: StorePaths, generations: Mapping[int, GenerationFiles], verify: bool) -> None:
@@ -33,8 +34,9 @@ class Reading:
         self.checks: list[Callable[[], None]] = []
 
     def start(self, covered: Covered, items: list[Any]) -> Request | PathRead:
-        """Start reading one covered range into `items`, described buffers of its size, and return the request. With
-        `verify`, and if a checksum is recorded, a check is added, which must run before the bytes are used.
+        """Start reading one covered range into `items`, described buffers (`_buffers.describe_all`) of its size, and
+        return the request. With `verify`, and if a checksum is recorded, a function is added to `checks`, which must
+        run before the bytes are used.
         """
         piece = covered.piece
         files = self._generations[piece.generation]
@@ -54,8 +56,8 @@ class Reading:
         return self.requests[-1]
 
     def _read_whole(self, files: GenerationFiles, covered: Covered, items: list[Any]) -> Request:
-        """Start reading the whole range that a covered part lies in; a check verifies it and copies the part into
-        `items`.
+        """Start reading the whole written range that a covered part lies in, into memory of its own, and return the
+        request. A function added to `checks` verifies the whole range and copies the part into `items`.
         """
         # The checksum is of the whole extent, so the whole is read and the part asked for is copied out of it.
         piece = covered.piece
@@ -63,8 +65,8 @@ class Reading:
         request = files.submit(False, piece.stripe, _buffers.describe_all(scratch, True), piece.file_offset, True)
 
         def check_and_copy() -> None:
-            """Verify the whole range, then copy the part asked for into the described buffers; ChecksumError if it
-            differs.
+            """Verify the whole range, then copy the part that was asked for into the described buffers; ChecksumError
+            if the bytes differ from those written.
             """
             check_checksum(file, piece, request)
             position = covered.begin - piece.begin
@@ -78,8 +80,8 @@ class Reading:
 
 
 def check_checksum(file: File, piece: WrittenRange, request: Request) -> None:
-    """Raise ChecksumError, naming range, file and offset, unless an ended read of the range `piece` has its recorded
-    checksum.
+    """Raise ChecksumError, naming range, file and offset, unless `request`, an ended read of the range `piece` from
+    `file`, has the checksum that is recorded for the range.
     """
     if request.checksum != piece.checksum:
         raise ChecksumError(

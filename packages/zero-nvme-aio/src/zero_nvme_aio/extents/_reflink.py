@@ -22,7 +22,7 @@ def block_bytes(folder: str) -> int:
 
 
 def shares_blocks(folder: str) -> bool:
-    """Return whether files in ``folder`` can share blocks, found by trying it with two unnamed files.
+    """Return whether files in ``folder`` can share blocks, by trying it with two unnamed files.
 
     Raises the typed error of a transfer if the trial fails for another reason, such as a full disk.
     """
@@ -32,7 +32,7 @@ def shares_blocks(folder: str) -> bool:
         for _ in range(2):
             opened.append(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         os.pwrite(opened[0], bytes(block), 0)
-        _clone(opened[0], 0, opened[1], 0, block)
+        _share_range(opened[0], 0, opened[1], 0, block)
     except OSError as error:
         if error.errno not in _NOT_HERE:
             native = (error.errno or errno.EIO, 0, block, 0)
@@ -45,9 +45,9 @@ def shares_blocks(folder: str) -> bool:
 
 
 def clone_range(source: str, offset: int, target: str, target_offset: int, nbytes: int) -> None:
-    """Make ``target`` share blocks of ``source``; offsets and ``nbytes`` are multiples of the block size. No bytes
-    move; a later write to either file gets blocks of its own. Raises the typed error of a transfer if the kernel
-    refuses.
+    """Make ``nbytes`` of the file ``target``, from ``target_offset`` on, share the blocks of the file ``source`` from
+    ``offset`` on; all three numbers are multiples of the block size. No bytes move; a later write to either file gets
+    blocks of its own. OpenError if a file cannot be opened, the typed error of a transfer if the kernel refuses.
     """
     opened: list[int] = []
     try:
@@ -57,7 +57,7 @@ def clone_range(source: str, offset: int, target: str, target_offset: int, nbyte
             except OSError as error:
                 raise open_error(path, error) from None
         try:
-            _clone(opened[0], offset, opened[1], target_offset, nbytes)
+            _share_range(opened[0], offset, opened[1], target_offset, nbytes)
         except OSError as error:
             native = (error.errno or errno.EIO, target_offset, nbytes, 0)
             raise transfer_error("clone", target, native, NATIVE_CODES) from None
@@ -66,6 +66,8 @@ def clone_range(source: str, offset: int, target: str, target_offset: int, nbyte
             os.close(descriptor)
 
 
-def _clone(source: int, offset: int, target: int, target_offset: int, nbytes: int) -> None:
-    """Make one open file share blocks of another, at offsets in bytes; OSError if the kernel refuses."""
+def _share_range(source: int, offset: int, target: int, target_offset: int, nbytes: int) -> None:
+    """Make the open file ``target`` share blocks of the open file ``source``; both are descriptors, offsets and
+    ``nbytes`` are in bytes. OSError if the kernel refuses.
+    """
     fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, offset, nbytes, target_offset))

@@ -1,4 +1,4 @@
-"""One store request, made of engine requests."""
+"""One read or write of a store, made of engine requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class StoreRequest:
     """A read or write of a name, made of engine requests. Behaves like the engine's `Request`: `done`, `wait`,
     awaitable, safe to drop or share.
 
-    `nbytes`: the bytes it moves. `checks`: run once all has ended well; a verified read checks its checksums so, and
-    raises ChecksumError in `wait`. `say`: called at the end of each wait.
+    `nbytes`: the bytes it moves. `checks`: functions that every wait calls once all requests have ended without error;
+    those of a verified read compare checksums, and raise ChecksumError. `say`: called at the end of each wait; passes
+    on what is new about the paths.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class StoreRequest:
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Block until all of it has ended and return the bytes moved.
+        """Block until all transfers have ended, run the checks, and return the bytes moved.
 
         WaitTimeoutError after `timeout` seconds (None: never); ChecksumError for a verified read; else the first error
-        of its parts, as for `Request.wait`, raised once all of them have ended.
+        of a transfer, as for `Request.wait`, raised once all of them have ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         failure: OSError | None = None
@@ -73,8 +74,8 @@ class StoreRequest:
         return self._end(failure)
 
     def _end(self, failure: OSError | None) -> int:
-        """Say what is to be said, run the checks, one thread at a time, and return the bytes moved. Raise `failure`, or
-        ChecksumError if a check fails. Every call does so.
+        """Call `say`, run the checks, one thread at a time, and return the bytes moved. Raise `failure`, the first
+        error of a transfer, if it is not None; ChecksumError if a check fails.
         """
         if failure is not None:
             with suppress(Warning):  # warnings that are errors are less than the failure

@@ -1,4 +1,4 @@
-"""Turns an open generation (the files written since the last seal) into one that is never written again. A stripe is
+"""Turns the open generation (the files written since the last seal) into one that is never written again. A stripe is
 the number of a path of the store, from 0.
 """
 
@@ -26,8 +26,9 @@ __all__ = ["GenerationSync", "check_files", "seal_files"]
 class GenerationSync:
     """Makes a completely written generation durable, once, on any thread.
 
-    `engines` wrote it, each a stripe; `folders` are the store's. `generation`: its number. `written`: the files by
-    which it was written, by stripe; they stay open until `close`. `sealed`: the index to write at the end.
+    `engines`: one for each stripe, which wrote it; `folders`: the store's. `generation`: its number. `written`: the
+    open files through which it was written, by stripe; they stay open until `close`. `sealed`: the index to write at
+    the end.
     """
 
     def __init__(
@@ -46,8 +47,8 @@ class GenerationSync:
         """The error that syncing raised. A second attempt could succeed although bytes were lost, so there is none."""
 
     def run(self) -> None:
-        """Sync the files, then write the index, which makes the generation exist. A second call, or one after `close`,
-        does nothing, or raises the first call's error again.
+        """Sync the files, then write the index, which makes the generation exist. Do nothing if that was done before,
+        or after `close`. If the first call failed, raise its error again.
         """
         with self._lock:
             if self.error is not None:
@@ -62,7 +63,9 @@ class GenerationSync:
             self._done = True
 
     def _sync(self) -> None:
-        """Sync the files and their folders, then write and sync the index."""
+        """Sync the files and their folders, then write and sync the index, in another folder if the drive of one fails.
+        Raises the error of the last folder.
+        """
         for stripe, file in self._written.items():
             self._engines[stripe].sync(file)
         for stripe in self._written:
@@ -98,8 +101,8 @@ def seal_files(
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
 ) -> SealedIndex:
-    """Complete the checksums, write the headers and make the files read-only; return the index, which is not written
-    yet.
+    """Complete the checksums, write the headers and make the files of the open generation read-only; return the index,
+    which is not written yet.
 
     `allocator`: knows where each file ends. `pieces`: the ranges that are current in this generation; those without a
     checksum get one. `declared`: (bytes, dtype) by name. `reserved`: bytes free for a header at the start of each file.
@@ -123,8 +126,8 @@ def seal_files(
 
 
 def complete_checksums(files: GenerationFiles, pieces: Sequence[WrittenRange]) -> None:
-    """Read back every range without a checksum, and set it: writes without one, and the remainders of ranges that were
-    partly overwritten. Raises the errors of the reads.
+    """Compute the checksum of every range of `pieces` that has none, by reading the range back: ranges written without
+    one, and what remained of partly overwritten ranges. Raises the errors of the reads.
     """
     missing = [piece for piece in pieces if not piece.checksum]
     if not missing:
@@ -138,8 +141,8 @@ def complete_checksums(files: GenerationFiles, pieces: Sequence[WrittenRange]) -
 
 
 def check_files(folders: StoreFolders, sealed: SealedIndex, generation: int) -> None:
-    """Raise FormatError unless an index (`sealed`) belongs to this generation, was written with the same number of
-    paths, and its files have their names and the lengths it says.
+    """Raise FormatError unless `sealed`, read from the index of `generation`, is of that generation and of as many
+    paths as the store has, and its files exist with the names and the lengths that it lists.
     """
     index = folders.index_path(generation)
     if sealed.generation != generation:
@@ -159,7 +162,9 @@ def check_files(folders: StoreFolders, sealed: SealedIndex, generation: int) -> 
 
 
 def _raise_for_other_order(folders: StoreFolders, sealed: SealedIndex) -> None:
-    """Raise FormatError if all files of an index are there, but the paths were in another order."""
+    """Raise FormatError, with the right order in words, if all files of an index exist in the folders but not each in
+    its stripe's; return if one does not exist at all.
+    """
     held = {
         stripe: next((p for p in folders.paths if os.path.exists(os.path.join(p, name))), None)
         for stripe, (name, _) in sealed.files.items()
@@ -179,7 +184,7 @@ def _build_headers(
     reserved: int,
 ) -> tuple[dict[int, bytes], dict[tuple[str, int], str]]:
     """Return the safetensors header of each file, by stripe, and the entry name of each range, by (name, begin); both
-    empty if a name was not declared or the reserved bytes do not suffice.
+    empty if a name was not declared or a header does not fit into the `reserved` bytes. Arguments as in `seal_files`.
     """
     if reserved == 0 or any(piece.name not in declared for piece in pieces):
         return {}, {}

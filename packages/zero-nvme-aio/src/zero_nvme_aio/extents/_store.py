@@ -39,17 +39,18 @@ class ExtentStore:
     `paths`: one folder, or several to stripe over in units of `stripe_bytes` (a multiple of 4096), in proportion to
     `weights` (None: evenly; see `measure_paths`). `prefix` begins every file name. `checksums`: record an xxh3_64 per
     write during the transfer (else at `seal`). `verify`: check every read by default. `resume`: continue from the
-    sealed generations in the folders; unsealed data of a killed process is removed. `engine`: shared, or one for each
-    path, or engines of its own; the paths after the first get one like it.
+    sealed generations in the folders; unsealed data of a killed process is removed. `engine`: an engine for the first
+    path, whose siblings (`Engine.sibling`) serve the others, or one for each path; None: engines of the store's own.
 
     A write that fails because its path is full, or does not work, goes to another path, and so do later ones; a path
-    that becomes slow gets fewer. `tell` gets a sentence about each such path (default: a warning), which calls it by
-    its entry in `names`. What is on a path can only be read there, so a read that fails is an error.
+    that becomes slow gets fewer. `tell` is called with a sentence about each such path, which is called by its entry in
+    `names` (None: its folder); without `tell` the sentence is a warning. What is on a path can only be read there, so a
+    read that fails is an error.
 
-    Raises ExtentError if a folder already holds a store (and `resume` is false), or one that is in use, or if a folder
-    that the store had is missing: a drive that is not mounted, or fewer paths than before. Without `resume` that is an
-    error only if there are files that may be of a sealed generation; nothing is removed then. FormatError if a
-    generation to resume from is damaged, ValueError for arguments out of range.
+    Raises ExtentError if a folder already holds a store (and `resume` is false), or a store in use, or if a folder that
+    the store had is missing: a drive that is not mounted, or fewer paths than before. Without `resume` that is an error
+    only if there are files that may be of a sealed generation; nothing is removed then. FormatError if a generation to
+    resume from is damaged, ValueError for arguments out of range.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ExtentStore:
             raise
 
     def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
-        """Fix the size of a name before it is written, so that it lies in one piece per path.
+        """Fix the size of a name, in bytes, before it is written, so that it is contiguous on each path.
 
         A generation in which every name was declared before its first write is sealed as safetensors: `dtype` is the
         element type of its entry (safetensors' spelling), one dimension. Raises ExtentError if the name was declared
@@ -284,8 +285,8 @@ class ExtentStore:
         self.close(remove=False)
 
     def _open_generation(self) -> tuple[Allocator, GenerationFiles]:
-        """Return the allocator and the files of the open generation; the caller holds the lock. On first use they are
-        made, with room for a header if names were declared.
+        """Return the allocator and the files of the open generation; the caller holds the lock. On the first call after
+        a seal they are made, with room for a header if names were declared.
         """
         if self._allocator is None:
             stripes = len(self._folders.paths)
@@ -299,20 +300,21 @@ class ExtentStore:
     def _allocations_for(
         self, allocator: Allocator, name: str, begin: int, end: int, avoided: Set[int] = frozenset()
     ) -> list[Allocation]:
-        """Return the places in the open generation of bytes [begin, end) of a name, allocated if new, and if they are
-        on a stripe to be `avoided`; a declared name gets all of its space at once.
+        """Return the file space in the open generation for bytes [begin, end) of a name: what they have there, else,
+        and instead of space on an `avoided` stripe, new space. A declared name gets space for all its bytes at once.
         """
         if name in self._declared:
             allocator.reserve(name, self._declared[name][0])
         return allocator.allocate(name, begin, end, avoided)
 
     def _written_since_seal(self) -> bool:
-        """Return whether the open generation holds current bytes."""
+        """Return whether any current bytes are in the open generation."""
         return any(c.piece.generation == self._history.open_number for covered in self._live.values() for c in covered)
 
     def _carry_over(self, allocator: Allocator, files: GenerationFiles) -> None:
-        """Carry the current data of older generations into the open one, by sharing blocks or by a copy; do nothing if
-        nothing was written since the last seal. If a path fails all is begun anew, without that path.
+        """Carry the current data of older generations over into the open one, by sharing blocks or by a copy; do
+        nothing if nothing was written since the last seal. If a path fails, begin again without it; raise the error if
+        no path is left.
         """
         avoided: set[int] = set()
         while self._written_since_seal():
@@ -333,8 +335,8 @@ class ExtentStore:
             return
 
     def _end_generation(self, allocator: Allocator, files: GenerationFiles) -> tuple[list[WrittenRange], SealedIndex]:
-        """End the open generation; return its ranges and its index. What it has on failed paths is first written to
-        the others.
+        """Complete the files of the open generation; return its ranges and its index, which is not written yet. Data
+        that it has on failed paths is first read back and written to the others.
         """
         while True:
             open_ranges = [c for cs in self._live.values() for c in cs if c.piece.generation == files.generation]
@@ -354,7 +356,9 @@ class ExtentStore:
                     raise  # full, although every file has the space of its header
 
     def _check_range(self, name: str, offset: int, nbytes: int) -> None:
-        """Raise ExtentError if `nbytes` at `offset` are not within the name's declared size, or begin below 0."""
+        """Raise ExtentError if bytes [offset, offset + nbytes) of a name begin below 0 or exceed the name's declared
+        size.
+        """
         limit = self._declared[name][0] if name in self._declared else 2**62
         if offset < 0 or offset + nbytes > limit:
             raise ExtentError(
@@ -371,7 +375,7 @@ class ExtentStore:
         self._folders.give_back()
 
     def _settle_all(self) -> None:
-        """Wait for all submitted requests; raise the first write that failed and whose bytes were not written again."""
+        """Wait for all submitted requests; raise the first error of a write whose bytes were not written again."""
         self._requests.settle_all()
         for covered in self._live.values():
             for entry in covered:
@@ -385,8 +389,9 @@ class ExtentStore:
 
 
 def _engines_of(given: Engine | Sequence[Engine] | None, paths: int) -> tuple[list[Engine], list[Engine]]:
-    """Return an engine for each path of a store, by stripe, and those among them that the store closes. `given`: all of
-    them, or the first, whose siblings the others are, or None; ValueError for another number.
+    """Return (an engine for each path of a store, by stripe; those among them that the store must close). `given`: an
+    engine for each path, or the first, whose siblings the others are, or None. ValueError for another number than
+    `paths`.
     """
     if isinstance(given, Sequence):
         if len(given) != paths:

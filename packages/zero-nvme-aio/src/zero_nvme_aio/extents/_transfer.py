@@ -1,4 +1,6 @@
-"""Transfers of a store over several paths."""
+"""Transfers of a store with several paths, which tell users about a path that does not answer. A stripe is the number
+of a path, from 0.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,19 @@ SILENT_SECONDS = 30.0
 
 
 class Move(Protocol):
-    """Starts a failed write on another path."""
+    """Starts a failed write again on another path."""
 
     def __call__(self, transfer: PathWrite, failed: Request, error: AioError, *, block: bool) -> bool:
-        """Put the request of a new attempt into `transfer`, whose request `failed` with `error`, unless another thread
-        has done that; return whether it goes on. Without `block`, also return True, having done nothing, while another
-        thread uses the store.
+        """Start the write of `transfer`, whose request `failed` with `error`, again on another path, and put the new
+        request into `transfer`; do nothing if another thread has done that. Return whether the write continues, so
+        False if no path is left. Without `block`, also return True, having done nothing, while another thread uses the
+        store.
         """
 
 
 class PathRead:
-    """A read from one of `paths`, number `stripe`, as the engine's `Request` under it, whose error says which path that
-    is. A path that does not answer while it is waited for is said.
+    """A read from number `stripe` of `paths` by the engine's `request`, used like that; its error names the path. While
+    it is waited for and the path does not answer for 30 seconds, users are told.
     """
 
     __slots__ = ("_paths", "request", "stripe")
@@ -40,20 +43,24 @@ class PathRead:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it moves in total."""
+        """Return the bytes that the transfer moves in total."""
         return self.request.nbytes
 
     @property
     def checksum(self) -> str | None:
-        """Return the checksum of the bytes moved; None until it has ended, or if it was not asked for."""
+        """Return the checksum of the bytes moved; None until the transfer has ended, or if no checksum was
+        asked for.
+        """
         return self.request.checksum
 
     def done(self) -> bool:
-        """Return whether it has ended, successfully or not; never blocks."""
+        """Return whether the transfer has ended, successfully or not; never blocks."""
         return self.request.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Block until it has ended and return the bytes moved. Errors as of `Request.wait`."""
+        """Block until the transfer has ended and return the bytes moved; `timeout` is in seconds (None: without end).
+        Errors as of `Request.wait`.
+        """
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             request = self.request
@@ -70,7 +77,7 @@ class PathRead:
                 return moved
 
     def settle(self) -> None:
-        """Block until it has ended, successfully or not; do not raise its error."""
+        """Block until the transfer has ended, successfully or not; do not raise its error."""
         while True:
             request = self.request
             while not request.settle(SILENT_SECONDS):
@@ -93,8 +100,8 @@ class PathRead:
                 return moved
 
     def _continue_or_raise(self, request: Request, error: AioError) -> None:
-        """Return if the transfer goes on after an error that waiting for its `request` raised; else raise that, with
-        the path's name in it.
+        """Return if the transfer was started again after `error`, which waiting for `request` has raised; otherwise
+        raise `error`, with the path's name added to its message.
         """
         if request.error() is not None and self._is_restarted(request, error, block=True):
             return
@@ -106,16 +113,20 @@ class PathRead:
         raise error
 
     def _note_end(self) -> None:
-        """Called once it has ended for good, with an error or without; do nothing."""
+        """Hook for subclasses, called once the transfer has ended for good, with an error or without; does nothing
+        here.
+        """
 
     def _is_restarted(self, failed: Request, error: AioError, *, block: bool) -> bool:
-        """Return False: what is on a path cannot be read from another."""
+        """Return whether the transfer was started again after its request `failed` with `error`. Here always False:
+        what is on a path cannot be read from another.
+        """
         return False
 
 
 class PathWrite(PathRead):
-    """A write to one path, or to another if that one fails; then `move` starts it again. The memory must not change
-    until it is done, and is not used any more then.
+    """A write to number `stripe` of `paths`, or to another if that one fails; then `move` starts it again. The memory
+    must not change until the write is done, and is not used afterwards.
     """
 
     __slots__ = ("_move",)
@@ -125,8 +136,8 @@ class PathWrite(PathRead):
         self._move: Move | None = move
 
     def done(self) -> bool:
-        """Return whether it has ended, successfully or not; never blocks. Starts it again if it failed and can go to
-        another path.
+        """Return whether the write has ended, successfully or not; never blocks. If its request failed and the write
+        can go to another path, starts it again there and returns False.
         """
         request = self.request
         if not request.done():
@@ -138,10 +149,12 @@ class PathWrite(PathRead):
         return True
 
     def _note_end(self) -> None:
-        """Let go of the memory that was written."""
+        """Drop the reference to `move`, which keeps the memory that was written alive."""
         self._move = None
 
     def _is_restarted(self, failed: Request, error: AioError, *, block: bool) -> bool:
-        """Return whether it was started again, by this call or another thread's."""
+        """Return whether the write was started again after its request `failed` with `error`, by this call or by
+        another thread. `block`: as in `Move`.
+        """
         move = self._move
         return failed is not self.request or (move is not None and move(self, failed, error, block=block))

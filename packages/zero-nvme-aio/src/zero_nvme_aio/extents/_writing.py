@@ -1,4 +1,6 @@
-"""Writes into the open generation of a store, each to the place it has there, or elsewhere if that path fails."""
+"""Writes into the open generation of a store: each goes to the allocation it has there, or to another path if that one
+fails. A stripe is the number of a path, from 0.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ class Writing:
     def start(
         self, allocator: Allocator, files: GenerationFiles, name: str, allocation: Allocation, items: list[Any]
     ) -> tuple[WrittenRange, Request | PathWrite]:
-        """Start writing described buffers, `items`, to a place of a name that `allocator` gave; return the range and
-        its request. If the path fails, now or later, the range gets a place on another one.
+        """Start writing described buffers, `items`, to an `allocation` of a name that `allocator` made; return the
+        written range and its request. If the path fails, now or before the request has ended, the range moves to
+        another one.
         """
         nbytes = allocation.end - allocation.begin
         piece = WrittenRange(
@@ -36,14 +39,15 @@ class Writing:
         )
         request: Request | PathWrite = self._submit(allocator, files, piece, items)
         if isinstance(request, Request) and len(self._paths) > 1:
-            again = partial(self._move, allocator, files, piece, items)
+            again = partial(self._restart, allocator, files, piece, items)
             request = PathWrite(request, self._paths, piece.stripe, again)
         piece.request = request
         return piece, request
 
     def leave_path_of(self, files: GenerationFiles, error: OSError) -> int:
-        """Stop writing to the path of that file of the open generation that an error is about, and return its stripe;
-        raise the error if there is none, and if no other path can be written to.
+        """Stop writing to the path of the file that `error`, by its filename, is about, one of the open generation's
+        `files`; return its stripe. Raise `error` itself if it is about none of them, is not about the path's drive, or
+        if no other path can be written to.
         """
         stripe = files.stripe_of(error.filename)
         if stripe is None or not self._paths.refuse(stripe, error):
@@ -52,8 +56,8 @@ class Writing:
         return stripe
 
     def _submit(self, allocator: Allocator, files: GenerationFiles, piece: WrittenRange, items: list[Any]) -> Request:
-        """Start writing a range at its place, or at another one if the file there cannot be made, and return the
-        request. Raises the error of making it if no path is left.
+        """Start writing described buffers to the range's present allocation and return the request; if the file there
+        cannot be made, or has no room, use another allocation. Raises the error if no path is left.
         """
         while True:
             try:
@@ -66,7 +70,7 @@ class Writing:
             self._paths.started(piece.stripe, request, piece.nbytes, write=True)
             return request
 
-    def _move(
+    def _restart(
         self,
         allocator: Allocator,
         files: GenerationFiles,
@@ -78,7 +82,9 @@ class Writing:
         *,
         block: bool,
     ) -> bool:
-        """Start the failed write of a range again on another path; a `Move`."""
+        """Start the failed write of a range again on another path; a `Move`, whose arguments and result the last four
+        arguments and the result are.
+        """
         if not self._lock.acquire(blocking=block):
             return True
         try:
@@ -98,6 +104,6 @@ class Writing:
 
 
 def _reallocate(allocator: Allocator, piece: WrittenRange) -> None:
-    """Give a range another place in the open generation, on a path that can be written to."""
+    """Change a range's stripe and file offset to those of a new allocation, on a path that can be written to."""
     allocation = allocator.reallocate(piece.name, piece.begin, piece.end)
     piece.stripe, piece.file_offset = allocation.stripe, allocation.file_offset
