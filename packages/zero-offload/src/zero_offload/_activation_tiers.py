@@ -1,4 +1,6 @@
-"""Move a saved activation to the host or to files, and back."""
+"""Moves saved activations to host memory or to files, and back. The handle of a saved tensor is what the tier finds it
+by: its block of host memory, or the name of its extent (a named range of bytes in files).
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class TensorForm(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorForm:
-        """Return the form of a tensor; strides that are not dense are replaced by those of a dense tensor in the same
-        order.
+        """Return the form of a tensor. If the tensor has gaps or overlaps, its strides are replaced by dense ones with
+        the dimensions in the same order.
         """
         stride = torch.empty_like(tensor, device="meta").stride()
         return TensorForm(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.device)
@@ -44,17 +46,16 @@ class TensorForm(NamedTuple):
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
     def over(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this form over the first bytes of ``memory`` (uint8), which it shares; the device is that
-        of the memory.
+        """Return a tensor of this shape, these strides and dtype over the first bytes of ``memory`` (1-D, uint8), which
+        it shares; its device is that of the memory.
         """
         return memory[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
     def pieces(self, tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
-        """Yield the elements of ``tensor``, of this form, in the order in which they lie in memory of this form, in
-        flat pieces of ``nbytes`` or fewer (one element if that is larger).
+        """Yield the elements of ``tensor``, whose form this is, in the order in which a dense tensor of this form has
+        them in memory, as 1-D pieces of ``nbytes`` or less (of one element if that is larger).
 
-        A tensor that is dense is only viewed, and all pieces but the last have the same size. Of others, each piece is
-        a copy.
+        The pieces of a dense tensor are views, all but the last of the same size; those of another are copies.
         """
         count = max(1, nbytes // self.dtype.itemsize)
         if tuple(tensor.stride()) == self.stride:
@@ -69,7 +70,7 @@ class TensorForm(NamedTuple):
 
 
 def _flat_pieces(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """Yield the elements of ``tensor`` in order, in flat copies of ``count`` or fewer."""
+    """Yield the elements of ``tensor`` in row-major order, in 1-D copies of ``count`` elements or fewer."""
     if tensor.numel() <= count:
         yield tensor.flatten()
     elif tensor.size(0) == 1:
@@ -86,30 +87,32 @@ class ActivationTier(Protocol):
     """
 
     def save(self, tensor: torch.Tensor, form: TensorForm) -> Any:
-        """Start copying a tensor to the tier; return its place, for `start` and `free`. The tensor may be freed at
+        """Start copying a tensor to the tier; return its handle, for `start` and `free`. The tensor may be freed at
         once, but must not be written until the copy has ended, at the latest after `flush`.
         """
 
-    def start(self, place: Any, form: TensorForm) -> Any:
-        """Start bringing a saved tensor back to its device, in new memory; return a handle for one `finish`."""
+    def start(self, handle: Any, form: TensorForm) -> Any:
+        """Start bringing the saved tensor of ``handle`` back to its device, in new memory; return what `finish` takes,
+        once.
+        """
 
     def finish(self, started: Any) -> torch.Tensor:
-        """Return the tensor whose way back was started, ready for use on the current stream; ``started`` is what
+        """Return the tensor whose way back `start` began, ready for use on the current stream; ``started`` is what
         `start` returned. Raises the error of a failed read.
         """
 
-    def free(self, place: Any) -> None:
-        """Release the place of a saved tensor for reuse by another; what `finish` returned stays valid."""
+    def free(self, handle: Any) -> None:
+        """Let another tensor use the memory or file space of a saved tensor; what `finish` returned stays valid."""
 
     def flush(self) -> None:
         """Block until every saved tensor has arrived on the tier; raise the first write that failed."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now by tier: ``host`` and ``nvme``. Places that are free for reuse count."""
+        """Return the bytes held now by tier, ``host`` and ``nvme``, including those that are free for reuse."""
 
     def close(self) -> None:
-        """Free what is free for reuse, and whatever `free` gives back from now on, and remove the files. No `save` may
-        follow.
+        """Free all memory that is free for reuse, and from now on what `free` gives back; remove the files. No `save`
+        may follow.
         """
 
 
@@ -127,8 +130,8 @@ class HostActivations:
         self._closed = False
 
     def save(self, tensor: torch.Tensor, form: TensorForm) -> HostBlock:
-        """Start copying a tensor to a free block of its size, or a new one; return the block. The tensor may be freed
-        at once.
+        """Start copying a tensor to a free block of its size, or to a new one; return the block, the tensor's handle.
+        The tensor may be freed at once.
         """
         waiting = self._free.get(form.nbytes)
         if waiting:
@@ -142,33 +145,35 @@ class HostActivations:
             begin += piece.numel()
         return block
 
-    def start(self, place: HostBlock, form: TensorForm) -> tuple[torch.Tensor, torch.Event | None]:
-        """Start copying a saved tensor to a new one on its device; return that and the copy's event."""
+    def start(self, handle: HostBlock, form: TensorForm) -> tuple[torch.Tensor, torch.Event | None]:
+        """Start copying the saved tensor in the block ``handle`` to a new one on its device; return that tensor and the
+        copy's event (None on the CPU).
+        """
         target = form.empty()
-        return target, self._copy_stream.copy(target, form.over(place.tensor))
+        return target, self._copy_stream.copy(target, form.over(handle.tensor))
 
     def finish(self, started: tuple[torch.Tensor, torch.Event | None]) -> torch.Tensor:
-        """Return the tensor whose copy was started; work on the current stream waits for the copy, the host
-        does not.
-        """
+        """Return the tensor that `start` made; work on the current stream waits for its copy, the host does not."""
         self._copy_stream.join(started[1])
         return started[0]
 
-    def free(self, place: HostBlock) -> None:
-        """Keep the block for another tensor of its size; after `close` drop it, once the copies from it have ended."""
+    def free(self, handle: HostBlock) -> None:
+        """Keep the block ``handle`` for another tensor of its size; after `close` drop it, once the copies from it have
+        ended.
+        """
         if self._closed:
             self.flush()
-            self._kept_bytes -= place.nbytes
+            self._kept_bytes -= handle.nbytes
             return
         # Copies run in order on one stream, so the block's next content follows its last reading.
-        self._free.setdefault(place.nbytes, []).append(place)
+        self._free.setdefault(handle.nbytes, []).append(handle)
 
     def flush(self) -> None:
         """Block until all copies to and from the host have ended."""
         self._copy_stream.synchronize()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of all blocks as ``host``, also of those free for reuse; after `close` these are gone."""
+        """Return the bytes of all blocks as ``host``, including those that are free for reuse; ``nvme`` is 0."""
         return {"host": self._kept_bytes, "nvme": 0}
 
     def close(self) -> None:
@@ -182,13 +187,14 @@ class HostActivations:
 
 
 class FiledActivations:
-    """An `ActivationTier` in files under ``paths`` for tensors of ``device``. Tensors are written in pieces,
-    so buffers being written hold at most ``in_flight_bytes``, or a page if that is more; `save` waits for room.
+    """An `ActivationTier` in files under ``paths`` for tensors of ``device``. Tensors are written in pieces, so buffers
+    being written hold at most ``in_flight_bytes``, or a page if that is more; `save` waits for room. Freed extents are
+    reused for tensors of equal size.
 
     `memory` counts as ``host`` the buffers being written, not those being read, and as ``nvme`` the bytes in files,
-    places free for reuse included. ``checksums``, ``verify``, ``prefix`` and ``engine`` are those of `open_extents`;
-    ``trace``, if not None, records the transfers. The constructor opens the files (OffloadError if it cannot), `close`
-    removes them.
+    also those that are free for reuse. ``checksums``, ``verify``, ``prefix`` and ``engine`` are those of
+    `open_extents`; ``trace``, if not None, records the transfers. The constructor opens the files (OffloadError if it
+    cannot), `close` removes them.
     """
 
     def __init__(
@@ -217,9 +223,9 @@ class FiledActivations:
         self._closed = False
 
     def save(self, tensor: torch.Tensor, form: TensorForm) -> str:
-        """Copy a tensor, piece by piece, to buffers and start writing those to a free place of its size in the files,
-        or a new one; return the place's name. Waits for the copies, and for earlier writes where ``in_flight_bytes``
-        are under way; ShardError if one of those failed.
+        """Copy a tensor, piece by piece, to buffers and start writing those to a free extent of its size, or to a new
+        one; return the extent's name, the tensor's handle. Waits for the copies, and for earlier writes while
+        ``in_flight_bytes`` are under way; ShardError if one of those failed.
         """
         waiting = self._free.get(form.nbytes)
         name = waiting.pop() if waiting else self._new_name(form)
@@ -232,7 +238,7 @@ class FiledActivations:
         return name
 
     def _write(self, name: str, piece: torch.Tensor, offset_bytes: int) -> None:
-        """Start writing a flat piece of a tensor at an offset of the place ``name``. Waits and fails as `save` does."""
+        """Start writing a 1-D piece of a tensor at an offset of the extent ``name``. Waits and fails as `save` does."""
         nbytes = piece.numel() * piece.element_size()
         while self._writing and self._writing_bytes + page_rounded(nbytes) > self._limit:
             self._finish_oldest_write()
@@ -246,22 +252,22 @@ class FiledActivations:
         self._writing.append((name, request, buffer))
         self._writing_bytes += buffer.numel()
 
-    def start(self, place: str, form: TensorForm) -> tuple[str, Request, torch.Tensor, TensorForm]:
-        """Start reading a saved tensor into new host memory; return (place, request, that memory as uint8, form), for
-        `finish`.
+    def start(self, handle: str, form: TensorForm) -> tuple[str, Request, torch.Tensor, TensorForm]:
+        """Start reading the saved tensor in the extent ``handle`` into new host memory; return (handle, request, that
+        memory as uint8, form), for `finish`.
         """
         flat = torch.empty(form.nbytes, dtype=torch.uint8)
-        with naming(place, "read"):
-            request = self._store.read(place, flat)
-        self._trace_transfer("activations in", place, form.nbytes, request)
-        return place, request, flat, form
+        with naming(handle, "read"):
+            request = self._store.read(handle, flat)
+        self._trace_transfer("activations in", handle, form.nbytes, request)
+        return handle, request, flat, form
 
     def finish(self, started: tuple[str, Request, torch.Tensor, TensorForm]) -> torch.Tensor:
-        """Wait until the tensor is read and return it, copied to its device; ShardError, naming it, if it cannot be
-        read.
+        """Wait until the tensor is read and return it on its device, copied there unless that is the CPU; ShardError,
+        naming the extent, if it cannot be read.
         """
-        place, request, flat, form = started
-        with naming(place, "read"), self._trace_wait("activations in", place, request):
+        handle, request, flat, form = started
+        with naming(handle, "read"), self._trace_wait("activations in", handle, request):
             request.wait()
         if self._on_cpu:
             return form.over(flat)
@@ -269,10 +275,10 @@ class FiledActivations:
         target.copy_(form.over(flat))
         return target
 
-    def free(self, place: str) -> None:
-        """Keep the place in the files for another tensor of equal bytes; do nothing after `close`."""
+    def free(self, handle: str) -> None:
+        """Keep the extent ``handle`` for another tensor of the same size; do nothing after `close`."""
         if not self._closed:
-            self._free.setdefault(int(place.rpartition("x")[2]), []).append(place)
+            self._free.setdefault(int(handle.rpartition("x")[2]), []).append(handle)
 
     def flush(self) -> None:
         """Block until all writes to files have ended, or one has failed, whose ShardError is raised."""
@@ -280,8 +286,8 @@ class FiledActivations:
             self._finish_oldest_write()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of buffers being written as ``host`` (buffers being read do not count), and the bytes in
-        files, free places included, as ``nvme``.
+        """Return the bytes of buffers being written as ``host`` (buffers being read do not count), and the bytes of all
+        extents, also free ones, as ``nvme``.
         """
         return {"host": self._writing_bytes, "nvme": self._file_bytes}
 
@@ -294,8 +300,8 @@ class FiledActivations:
         self._writing_bytes = self._file_bytes = 0
 
     def _new_name(self, form: TensorForm) -> str:
-        """Declare a new extent for a tensor of this form and return its name, which ends with "x" and the number of its
-        bytes, for `free` to read from it.
+        """Declare a new extent for a tensor of this form and return its name, which ends with "x" and its number of
+        bytes, where `free` finds it.
         """
         self._count += 1
         self._file_bytes += form.nbytes
@@ -318,7 +324,9 @@ class FiledActivations:
             self._trace.follow(hop, name, nbytes, request.wait)
 
     def _trace_wait(self, hop: str, name: str, request: Request) -> AbstractContextManager[None]:
-        """Return a context that records the wait for a request; an empty one if it has ended or there is no trace."""
+        """Return a context manager that records the wait for a request; one that does nothing if the request has ended
+        or there is no trace.
+        """
         if self._trace is None or request.done():
             return nullcontext()
         return self._trace.span(hop, name, waiting=True)

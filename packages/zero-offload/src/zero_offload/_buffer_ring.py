@@ -1,8 +1,8 @@
 """A ring of host buffers in front of an extent store: reads run ahead, writes trail behind, the middle computes.
 
 An extent is a named range of bytes in the store's files. A pack is what one buffer holds: parts of extents that are
-read and written together. A buffer is held while somebody has acquired its pack, awaited while its pack was prefetched
-and not used yet.
+read and written together. A pack is held from `acquire` to `release`. A buffer is awaited while its pack was prefetched
+and has not been acquired yet.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Pack:
 
 
 def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> Pack:
-    """Return a pack called ``name`` of (extent name, offset, bytes) pieces, one after the other. Each piece has the
-    same distance to a page boundary in memory as in its extent, so that direct I/O needs no copy.
+    """Return a pack called ``name`` of these pieces, (extent name, offset in the extent, bytes), one after the other.
+    Each has the same distance to a page boundary in memory as in its extent, so that direct I/O needs no copy.
     """
     parts: list[BufferedExtent] = []
     position = 0
@@ -59,9 +59,9 @@ def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> Pack:
 
 @dataclass
 class _Slot:
-    """One buffer. It is free (no pack), idle (a pack without holders) or held. ``dirty``: a holder changed the pack.
-    ``writing``: the transfers in ``pending`` are writes, else reads. ``used`` and ``hinted`` are times, counted in
-    calls of the ring's `acquire`.
+    """One buffer of the ring: free (no pack), idle (a pack that nobody holds) or held. ``dirty``: a holder changed the
+    pack. ``writing``: the transfers in ``pending`` are writes, else reads. ``used`` and ``hinted`` are times, counted
+    in calls of the ring's `acquire`.
     """
 
     memory: torch.Tensor
@@ -74,17 +74,18 @@ class _Slot:
     pending: list[tuple[BufferedExtent, Request]] = field(default_factory=list)
 
     def transfers_done(self) -> bool:
-        """Return whether all its transfers have ended, successfully or not; never blocks."""
+        """Return whether all transfers of the buffer have ended, successfully or not; never blocks."""
         return all(request.done() for _, request in self.pending)
 
 
 class BufferRing:
-    """``buffer_count`` buffers in front of ``store``, each grown to the largest pack it carried, at least
-    ``buffer_bytes`` from the start.
+    """``buffer_count`` buffers in front of ``store``, each of at least ``buffer_bytes``, and grown to the largest pack
+    it has held.
 
-    A pack stays in its buffer until the buffer is needed, so that it is not read again while all packs fit; packs are
+    A pack stays in its buffer until the buffer is needed, so that nothing is read again while all packs fit; packs are
     known by their names. With ``fixed`` a pack larger than a buffer is refused. ``pin`` registers the buffers with an
-    accelerator. ``hop`` names the kind of transfer: ``trace`` gets "<hop> in" and "<hop> out". Not thread-safe.
+    accelerator. ``hop`` names the kind of transfer: ``trace``, if not None, gets "<hop> in" and "<hop> out". Not
+    thread-safe. ValueError for a ``buffer_count`` below 1.
     """
 
     def __init__(
@@ -114,12 +115,11 @@ class BufferRing:
         return sum(page_rounded(slot.memory.numel()) for slot in self._slots)
 
     def prefetch(self, packs: Iterable[Pack]) -> None:
-        """Start reading packs into buffers that can be taken without waiting, in this order, and keep packs that are
-        already in a buffer there for their expected use; stop when there is no such buffer. ShardError if a read cannot
-        be started.
+        """Start reading packs, in this order, into buffers that can be taken without waiting; stop when there is none.
+        A pack that is in a buffer already is kept there for its expected use. ShardError if a read cannot be started.
         """
         for pack in packs:
-            known = self._find(pack)
+            known = self._slot_of(pack)
             if known is not None:
                 if not known.holders:
                     self._mark_prefetched(known)
@@ -127,54 +127,54 @@ class BufferRing:
             slot = self._take_free()
             if slot is None:
                 return
-            self._read(slot, pack)
+            self._start_read(slot, pack)
             self._mark_prefetched(slot)
 
     def is_here(self, pack: Pack) -> bool:
-        """Return whether `acquire` would return at once, without waiting for a transfer."""
-        slot = self._find(pack)
+        """Return whether a pack is in a buffer and no transfer of it is under way, so that `acquire` would not wait."""
+        slot = self._slot_of(pack)
         return slot is not None and slot.transfers_done()
 
     def is_held(self, pack: Pack) -> bool:
-        """Return whether a pack is acquired and not released."""
-        slot = self._find(pack)
+        """Return whether a pack is acquired and not yet released."""
+        slot = self._slot_of(pack)
         return slot is not None and slot.holders > 0
 
     def acquire(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
-        """Return the pack's bytes (uint8), writable until `release`; with ``fresh`` they are not read and their content
-        is arbitrary, unless the pack is in a buffer already. Calls may nest.
+        """Return the pack's bytes (1-D, uint8) in a buffer, writable until `release`; calls may nest. With ``fresh``
+        the bytes are not read, and their content is arbitrary, unless the pack is in a buffer already.
 
         Waits for transfers of the buffer. Raises ShardError for a failed one, StoreFullError when every buffer is held,
         or when the pack is larger than a buffer of fixed size.
         """
-        slot = self._find(pack)
+        slot = self._slot_of(pack)
         if slot is None:
-            slot = self._take_needed()
+            slot = self._take_or_evict()
             if fresh:
-                self._fit(slot, pack)
+                self._ensure_size(slot, pack)
                 slot.pack = pack
             else:
-                self._read(slot, pack)
+                self._start_read(slot, pack)
         self._settle(slot)
         slot.holders += 1
         self._mark_used(slot)
         return slot.memory[: pack.nbytes]
 
     def release(self, pack: Pack, *, dirty: bool) -> None:
-        """End one `acquire`. The last release starts writing the pack if any holder passed ``dirty`` (it changed the
-        bytes). ShardError if the pack is not acquired.
+        """End one `acquire`. The last release starts writing the pack if any holder passed ``dirty``, which means that
+        the holder changed the bytes. ShardError if the pack is not acquired or a write cannot be started.
         """
-        slot = self._find(pack)
+        slot = self._slot_of(pack)
         if slot is None or slot.holders == 0:
             raise ShardError(f"'{pack.name}' was released but not acquired", tensor=pack.name)
         slot.holders -= 1
         slot.dirty |= dirty
         if slot.dirty and slot.holders == 0:
-            self._write(slot, pack)
+            self._start_write(slot, pack)
 
     def drop(self, pack: Pack) -> None:
-        """End one `acquire` by a holder that wrote nothing, and, if no other holds the pack, forget the buffer's
-        content, because the extents will change.
+        """End one `acquire` by a holder that changed nothing and, if there is no other holder, forget the buffer's
+        content, because the extents are about to change.
         """
         self.release(pack, dirty=False)
         self.remove(pack)
@@ -183,15 +183,15 @@ class BufferRing:
         """Forget the buffered content of a pack without holders; do nothing if it is held or in no buffer. None of its
         transfers may be under way.
         """
-        slot = self._find(pack)
+        slot = self._slot_of(pack)
         if slot is not None and not slot.holders:
             slot.pack = None
 
     def discard(self, pack: Pack) -> None:
         """End all holds on a pack and throw away its buffered content unwritten; do nothing if it is in no buffer. The
-        buffer gets new memory, so what `acquire` returned is no longer part of the ring.
+        buffer gets new memory, so tensors that `acquire` returned stay valid but belong to the ring no longer.
         """
-        slot = self._find(pack)
+        slot = self._slot_of(pack)
         if slot is not None:
             self._abandon(slot)
 
@@ -205,20 +205,21 @@ class BufferRing:
             slot.pack, slot.holders, slot.dirty = None, 0, False
 
     def flush(self) -> None:
-        """Block until every transfer has ended, then raise a failure, if there was one. Packs that are held are not
+        """Block until every transfer has ended, then raise the first failure as ShardError. Packs that are held are not
         written.
         """
         with ExitStack() as stack:
             for slot in self._slots:
                 stack.callback(self._settle, slot)
 
-    def _find(self, pack: Pack) -> _Slot | None:
-        """Return the buffer that holds a pack; None if it is in none."""
+    def _slot_of(self, pack: Pack) -> _Slot | None:
+        """Return the buffer that has a pack; None if none has it."""
         return next((slot for slot in self._slots if slot.pack is not None and slot.pack.name == pack.name), None)
 
     def _take_free(self) -> _Slot | None:
-        """Empty and return a buffer that can be taken without waiting and whose pack is not awaited, if possible an
-        empty one, else the least recently used; None if there is none. A failure of its transfers is raised.
+        """Return an empty buffer that can be had without waiting: one without a pack, else the least recently used one
+        that is neither held nor awaited nor in transfer, whose pack is dropped; None if there is none. Raises the
+        ShardError of its last transfers.
         """
         idle = [
             slot
@@ -231,9 +232,10 @@ class BufferRing:
             slot.pack = None
         return slot
 
-    def _take_needed(self) -> _Slot:
-        """Empty and return a buffer for a pack that is needed now, after waiting for its transfers: a free one, else
-        the least recently used, else the last in the ring. StoreFullError if all are held.
+    def _take_or_evict(self) -> _Slot:
+        """Return an empty buffer for a pack that is needed now: a free one as of `_take_free`, else the least recently
+        used that is not held nor awaited, else the last awaited one; wait for its transfers. StoreFullError if all are
+        held.
         """
         slot = self._take_free()
         if slot is not None:
@@ -248,11 +250,11 @@ class BufferRing:
         slot.pack = None
         return slot
 
-    def _read(self, slot: _Slot, pack: Pack) -> None:
-        """Assign a buffer to a pack and start reading the pack; if that fails the buffer is emptied and the error
-        raised.
+    def _start_read(self, slot: _Slot, pack: Pack) -> None:
+        """Start reading a pack into a buffer, which is grown if it is too small. If a read cannot be started, the
+        buffer is emptied and the ShardError raised.
         """
-        self._fit(slot, pack)
+        self._ensure_size(slot, pack)
         slot.pack = pack
         slot.writing = False
         try:
@@ -265,8 +267,10 @@ class BufferRing:
             self._abandon(slot)
             raise
 
-    def _write(self, slot: _Slot, pack: Pack) -> None:
-        """Start writing a buffer's pack to its extents; if that fails the buffer is emptied and the error raised."""
+    def _start_write(self, slot: _Slot, pack: Pack) -> None:
+        """Start writing a buffer's pack to its extents. If a write cannot be started, the buffer is emptied and the
+        ShardError raised.
+        """
         slot.writing, slot.dirty = True, False
         try:
             for part in pack.parts:
@@ -279,8 +283,8 @@ class BufferRing:
             raise
 
     def _settle(self, slot: _Slot) -> None:
-        """Wait for a buffer's transfers; ShardError for a failed one, which empties the buffer, whose content differs
-        from the store's then.
+        """Wait for a buffer's transfers. If one failed, empty the buffer, whose content then differs from the store's,
+        and raise ShardError.
         """
         try:
             with self._trace_wait(slot):
@@ -295,13 +299,13 @@ class BufferRing:
         slot.writing = False
 
     def _trace_transfer(self, way: str, part: BufferedExtent, request: Request) -> None:
-        """Record a transfer until it ends, if there is a trace; ``way`` is "in" or "out"."""
+        """Record the transfer of a part until it ends, if there is a trace; ``way`` is "in" or "out"."""
         if self._trace is not None:
             self._trace.follow(f"{self._hop} {way}", part.name, part.nbytes, request.wait)
 
     def _trace_wait(self, slot: _Slot) -> AbstractContextManager[None]:
-        """Return a context that traces the wait for a buffer's transfers; an empty one if there is nothing to wait
-        for.
+        """Return a context manager that records the wait for a buffer's transfers; one that does nothing if there is no
+        trace or nothing to wait for.
         """
         if self._trace is None or slot.pack is None or slot.transfers_done():
             return nullcontext()
@@ -316,9 +320,9 @@ class BufferRing:
         slot.pending.clear()
         slot.memory = self._new_buffer(nbytes)
 
-    def _fit(self, slot: _Slot, pack: Pack) -> None:
-        """Give a buffer enough memory for a pack, losing its content; do nothing if it has enough. StoreFullError if
-        the buffers have a fixed size.
+    def _ensure_size(self, slot: _Slot, pack: Pack) -> None:
+        """Give a buffer new memory if it is too small for a pack; its content is lost then. StoreFullError if the
+        buffers have a fixed size.
         """
         if slot.memory.numel() >= pack.nbytes:
             return
@@ -335,20 +339,20 @@ class BufferRing:
         return aligned_buffer(page_rounded(nbytes), HostUse(f"buffers of {self._hop}", pin=self._pin))
 
     def _memory_of(self, slot: _Slot, part: BufferedExtent) -> torch.Tensor:
-        """Return the bytes (uint8) of a buffer that hold one extent's part, as a view of its memory."""
+        """Return the bytes (1-D, uint8) of a buffer that hold a part of an extent, as a view."""
         return slot.memory[part.buffer_offset : part.buffer_offset + part.nbytes]
 
     def _mark_prefetched(self, slot: _Slot) -> None:
-        """Mark a buffer as prefetched now and not yet used, also if it was used before."""
+        """Mark a buffer as awaited from now on, also if its pack was used before."""
         slot.used, slot.hinted = 0, self._clock
 
     def _is_awaited(self, slot: _Slot) -> bool:
-        """Return whether a buffer was prefetched and its use is still expected; the expectation ends after eight times
-        as many other uses as there are buffers.
+        """Return whether a buffer's pack was prefetched and its use is still expected: it was not acquired since, and
+        fewer than eight `acquire` calls per buffer of the ring have passed.
         """
         return slot.used == 0 and self._clock - slot.hinted <= _PATIENCE * len(self._slots)
 
     def _mark_used(self, slot: _Slot) -> None:
-        """Advance the ring's clock, which counts uses, and mark a buffer as used now."""
+        """Count one `acquire` on the ring's clock, and mark a buffer as used now."""
         self._clock += 1
         slot.used = self._clock

@@ -13,7 +13,7 @@ __all__ = ["CopyStream", "DeviceCopies", "compute_device"]
 
 
 def compute_device(device: torch.device | str | None) -> torch.device:
-    """Return the device given, else the current accelerator, else the CPU."""
+    """Return ``device`` if it is not None, else the current accelerator, else the CPU."""
     if device is not None:
         return torch.device(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -23,8 +23,8 @@ def compute_device(device: torch.device | str | None) -> torch.device:
 
 
 class CopyStream:
-    """One stream for copies to and from ``device``; for the CPU copies are synchronous. ``trace`` records them under
-    the name ``hop``.
+    """One stream for copies to and from ``device``; on the CPU copies are synchronous. ``trace``, if not None, records
+    the copies under the name ``hop``.
     """
 
     def __init__(self, device: torch.device, trace: Trace | None = None, hop: str = "") -> None:
@@ -34,12 +34,12 @@ class CopyStream:
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        """Start ``target.copy_(source)`` after the work queued on the current stream; return its event, or None if the
-        copy is done already.
+        """Start ``target.copy_(source)`` after the work queued on the current stream; return an event that is reached
+        when the copy has ended, or None if it has ended already.
 
-        Neither tensor may be written until the event has completed, and ``target`` is not valid before; `join` makes
-        work wait for it. A device's tensor may be dropped before, as its memory is not reused until the copy has ended;
-        host memory has to be kept, and to be pinned for the copy to run beside computation.
+        Neither tensor may be written until then, and ``target`` is not valid before; `join` makes queued work wait for
+        the event. A device's tensor may be dropped earlier, as its memory is not reused until the copy has ended; host
+        memory has to be kept, and to be pinned for the copy to run beside computation.
         """
         if self._stream is None:
             with nullcontext() if self._trace is None else self._trace.span(self._hop, "copy", nbytes_of(target)):
@@ -57,7 +57,9 @@ class CopyStream:
         return event
 
     def join(self, event: torch.Event | None) -> None:
-        """Make the current stream wait for a copy's event; do nothing for None. The host does not block."""
+        """Make the current stream wait for ``event``, which `copy` returned; do nothing for None. The host does not
+        block.
+        """
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
 
@@ -68,8 +70,8 @@ class CopyStream:
 
 
 class DeviceCopies:
-    """The device copies of shards by name, with the events that mark the end of each copy in either direction.
-    ``trace`` records the copies.
+    """The copies of shards on ``device``, by the shards' names, with the events that mark the end of each copy in
+    either direction. ``trace``, if not None, records the copies.
     """
 
     def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
@@ -82,8 +84,8 @@ class DeviceCopies:
         return name in self._on_device
 
     def fetch(self, name: str, host: torch.Tensor) -> torch.Event | None:
-        """Start copying a shard from ``host`` to the device, after waiting for a copy of it in the other direction;
-        return the event after which ``host`` may be written again.
+        """Start copying a shard from ``host`` to the device. If a copy of it back to the host is under way, block until
+        that has ended. Return the event after which ``host`` may be written again, None if it may be at once.
         """
         self.settle(name)
         copy = torch.empty_like(host, device=self.stream.device)
@@ -92,25 +94,27 @@ class DeviceCopies:
         return event
 
     def get(self, name: str) -> torch.Tensor:
-        """Return the device copy of a fetched shard, valid until `drop` or `forget` for work that is queued on the
-        current stream from now on; the host does not wait.
+        """Return the device copy of a shard, for work that is queued on the current stream from now on; valid until
+        `drop` or `forget`. The host does not wait. KeyError if the shard was not fetched.
         """
         copy, event = self._on_device[name]
         self.stream.join(event)
         return copy
 
     def send_back(self, name: str, host: torch.Tensor) -> None:
-        """Start copying the device's content of a fetched shard to ``host``, which must not be read before `settle`."""
+        """Start copying the device copy of a fetched shard to ``host``, which must not be read before `settle`."""
         self._leaving[name] = self.stream.copy(host, self._on_device[name][0])
 
     def drop(self, name: str) -> None:
-        """Free the device's copy, if there is one; the host does not wait. Work queued on it may still run, and a copy
-        that is under way may read ``host`` until the event of `fetch`.
+        """Free the device copy of a shard, if there is one, without waiting. Work that uses the copy may still run, and
+        the copy to the device may still read the host's memory until the event of `fetch`.
         """
         self._on_device.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """Free the device's copy, if there is one; block until no copy reads or writes the host's memory any more."""
+        """Free the device copy of a shard, if there is one; block until no copy in either direction uses the host's
+        memory.
+        """
         self.settle(name)
         _, event = self._on_device.pop(name, (None, None))
         if event is not None:

@@ -53,8 +53,9 @@ class PathShares(Protocol):
 
 
 def measured_rates(folders: Sequence[str]) -> list[float]:
-    """Return the bytes per second of reading and writing at once in each folder, as all processes of this host measured
-    them together in the last ten minutes, or do now. Raises OffloadError for a folder that cannot be used.
+    """Return the bytes per second of reading and writing at once in each folder. They are measured now, unless a
+    process of this host did that in the last ten minutes. MissingExtraError without zero-nvme-aio, OffloadError for a
+    folder that cannot be used.
     """
     library = _library()
     from zero_nvme_aio.path_rates import measure_paths
@@ -67,9 +68,9 @@ def measured_rates(folders: Sequence[str]) -> list[float]:
 
 def open_extents(paths: PathShares, *, prefix: str, checksums: bool, verify: bool, engine: Any = None) -> ExtentStore:
     """Return an empty extent store over the folders of ``paths``, whose file names begin with ``prefix``. Files that a
-    killed process left under the same prefix are removed, sealed ones too, also in a folder that was in the list then:
-    a checkpoint has its own links to them. A folder that is full, fails or becomes slow is a warning while others can
-    be written to.
+    killed process left under the same prefix are removed, sealed ones too, also from folders that only the earlier
+    store had: a checkpoint has its own links to them. A folder that is full, fails or becomes slow is a warning while
+    others can be written to.
 
     ``checksums`` are recorded as data is written; ``verify`` compares them on every read, and implies them. ``engine``:
     a ``zero_nvme_aio.Engine`` to share; None for one of its own. Raises OffloadError while another process uses the
@@ -99,13 +100,13 @@ def open_extents(paths: PathShares, *, prefix: str, checksums: bool, verify: boo
             f"cannot use {', '.join(folders)} as an NVMe tier: {error}; name writable folders"
         ) from error
     for folder in store.former_paths():
-        _remove_left(folder, prefix)
+        _remove_former_files(folder, prefix)
     return cast(ExtentStore, store)
 
 
-def _remove_left(folder: str, prefix: str) -> None:
-    """Remove the files of a store in a folder that it no longer has; do nothing while another process uses them, and
-    where the folder is gone or cannot be used.
+def _remove_former_files(folder: str, prefix: str) -> None:
+    """Remove the files of the store named ``prefix`` from a folder that it no longer has; do nothing if another process
+    uses them, or if the folder is gone or cannot be used.
     """
     library = _library()
     with suppress(library.AioError, OSError):
@@ -114,8 +115,8 @@ def _remove_left(folder: str, prefix: str) -> None:
 
 
 def _remove_files(folders: Sequence[str], prefix: str) -> None:
-    """Remove all files of a store that no process has open, sealed ones too, also damaged ones and those of which other
-    folders are missing. Raises the library's ExtentError while a process has it open.
+    """Remove all files of the store named ``prefix`` from these folders: sealed ones, damaged ones, and those of which
+    a part is in other folders. Raises the library's ExtentError while a process has the store open.
     """
     _library()
     from zero_nvme_aio.leftovers import remove_store
@@ -141,10 +142,10 @@ def aligned_buffer(nbytes: int, use: HostUse) -> torch.Tensor:
 
 @contextmanager
 def naming(tensor: str, action: str) -> Iterator[None]:
-    """Return a context manager that turns an error of the I/O library raised inside into a ShardError that names the
-    tensor, the file and the offset. ``action``: a verb for the message ("read", "write").
+    """Return a context manager that turns an error of the I/O library inside its block into a ShardError that names
+    ``tensor``, the file and the offset. ``action``: a verb for the message ("read", "write").
 
-    ShardCorruptError stands for a file that is too short or has a wrong checksum, StoreFullError for a full disk or
+    It is a ShardCorruptError for a file that is too short or has a wrong checksum, a StoreFullError for a full disk or
     quota.
     """
     library = _library()

@@ -27,10 +27,10 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 class HostBlock:
-    """``nbytes`` of zeroed, page-aligned host memory; resident once touched. ``tensor`` is the memory as uint8.
+    """``nbytes`` of zeroed, page-aligned host memory; resident once touched. ``tensor`` is the memory as uint8 (1-D).
 
-    ``use`` says what for; the memory is pinned if ``use.pin`` (see `pinned_by_torch` and `pin_memory`). Inside
-    `tier_ends` the memory comes from there. It lives as long as a tensor over it.
+    ``use`` says what the memory is for; it is pinned if ``use.pin`` (see `pinned_by_torch` and `pin_memory`). Inside
+    `tier_ends` the memory comes from there. The memory is freed with the last tensor over it.
     """
 
     def __init__(self, nbytes: int, use: HostUse) -> None:
@@ -64,10 +64,11 @@ def anonymous_memory(nbytes: int) -> torch.Tensor:
 
 
 def pinned_by_torch(nbytes: int) -> torch.Tensor | None:
-    """Return ``nbytes`` of zeroed, page-aligned memory that torch has pinned for the accelerator, as uint8.
+    """Return ``nbytes`` of zeroed, page-aligned memory that torch has pinned for the accelerator, as uint8 (1-D). torch
+    may round the size up to a power of two.
 
-    None without an accelerator, for CUDA and ROCm, where `pin_memory` registers memory of an exact size, and where
-    torch cannot pin. torch may round the size up to a power of two.
+    None without an accelerator, if torch cannot pin, and for CUDA and ROCm, for which `pin_memory` registers memory of
+    an exact size.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type == "cuda":
@@ -84,10 +85,8 @@ def pinned_by_torch(nbytes: int) -> torch.Tensor | None:
 
 
 def pin_memory(memory: torch.Tensor) -> bool:
-    """Register host memory with CUDA for as long as this tensor lives, so that copies run beside compute. Return
-    whether it is registered.
-
-    If it cannot be registered the memory stays pageable, and a warning says why.
+    """Register host memory with CUDA, so that copies run beside compute, for as long as the tensor object ``memory``
+    lives. Return True, or False if that fails: then the memory stays pageable, and a warning says why.
     """
     if not torch.cuda.is_available():
         reason = "there is no accelerator for which it can be pinned"

@@ -12,7 +12,15 @@ from torch.utils.hooks import RemovableHandle
 from .update import FragmentPlan, ShardPlan
 from .update.plans import KERNEL_DTYPES, wide_dtype
 
-__all__ = ["GradientHooks", "Member", "ParameterWeights", "check_gradient", "check_parameter", "flat_gradient", "plans"]
+__all__ = [
+    "GradientHooks",
+    "Member",
+    "ParameterWeights",
+    "check_gradient",
+    "check_parameter",
+    "flat_gradient",
+    "shard_plans",
+]
 
 _ANCHOR = 256
 
@@ -29,10 +37,10 @@ class Member:
     version: int | None = None
 
 
-def plans(members: Sequence[Member]) -> list[ShardPlan]:
-    """Return a shard plan for each parameter that has elements, in order. Each is one fragment; it is updated in place
-    if it is on the CPU and in the dtype of the update. Its elements are numbered for random rounding from a multiple of
-    256.
+def shard_plans(members: Sequence[Member]) -> list[ShardPlan]:
+    """Return a shard plan for each parameter that has elements, in order. Each has one fragment, and is updated in
+    place if the parameter is on the CPU and in the dtype of the update. The fragments' ``element_offset``s, for
+    stochastic rounding, follow each other at multiples of 256.
     """
     made: list[ShardPlan] = []
     position = 0
@@ -48,7 +56,7 @@ def plans(members: Sequence[Member]) -> list[ShardPlan]:
 
 
 class ParameterWeights:
-    """The `Weights` of an update that are the parameters' own memory, by the members' names."""
+    """The `Weights` of an update over ``members``: it lends the parameters' own memory, by the members' names."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._params = {member.name: member.param for member in members}
@@ -58,7 +66,7 @@ class ParameterWeights:
         return self._params[name].detach().view(-1)
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """Do nothing: the parameter's own memory was written."""
+        """Do nothing: `borrow` lent the parameter's own memory, which is written already."""
 
 
 def check_parameter(member: Member) -> None:
@@ -73,7 +81,7 @@ def check_parameter(member: Member) -> None:
 
 def check_gradient(member: Member) -> None:
     """Raise TypeError or ValueError, naming the parameter, if the kernels cannot read its gradient (sparse, of another
-    dtype or device) or the parameter is not contiguous. No gradient passes.
+    dtype or device) or the parameter is not contiguous. A parameter without a gradient passes.
     """
     param, grad = member.param, member.param.grad
     if not param.is_contiguous():
@@ -110,7 +118,7 @@ class GradientHooks:
     def __init__(self, members: Sequence[Member], take: Callable[[str, torch.Tensor], object]) -> None:
         self._take = take
         self._handles: list[RemovableHandle] = [
-            member.param.register_post_accumulate_grad_hook(partial(self._hand_over, member))  # type: ignore[no-untyped-call]
+            member.param.register_post_accumulate_grad_hook(partial(self._take_gradient, member))  # type: ignore[no-untyped-call]
             for member in members
             if member.param.numel()
         ]
@@ -120,9 +128,9 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _hand_over(self, member: Member, param: torch.Tensor) -> None:
-        """Pass on the gradient of ``param``, the member's, if it has one, and set it to None; TypeError or ValueError,
-        which backward raises, if the kernels cannot read it.
+    def _take_gradient(self, member: Member, param: torch.Tensor) -> None:
+        """Pass the gradient of ``param``, the member's parameter, to the constructor's ``take`` and set it to None; do
+        nothing if it has none. TypeError or ValueError, which backward raises, if the kernels cannot read it.
         """
         check_gradient(member)
         grad = flat_gradient(member)

@@ -1,4 +1,6 @@
-"""Protocols of an extent store, named as the classes of zero-nvme-aio that satisfy them; nothing here imports those."""
+"""Protocols of an extent store, which keeps named ranges of bytes (extents) in files. Each is named as the class of
+zero-nvme-aio that satisfies it; nothing here imports those.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ class Request(Protocol):
     """A transfer under way. Named as the class that satisfies it."""
 
     def done(self) -> bool:
-        """Return whether it has ended, successfully or not; never blocks."""
+        """Return whether the transfer has ended, successfully or not; never blocks."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Block until it has ended; return the bytes moved or raise its error. TimeoutError if it has not ended after
-        ``timeout`` seconds; None waits without end.
+        """Block until the transfer has ended; return the bytes moved or raise its error. TimeoutError if it has not
+        ended after ``timeout`` seconds; None waits without end.
         """
 
 
@@ -29,11 +31,11 @@ class Extent(Protocol):
 
     @property
     def file_offset_bytes(self) -> int:
-        """Return where in the file the range begins."""
+        """Return the offset in the file at which the range begins, in bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Return the length of the range."""
+        """Return the length of the range in bytes."""
 
     @property
     def checksum(self) -> str:
@@ -41,7 +43,7 @@ class Extent(Protocol):
 
     @property
     def offset_bytes(self) -> int:
-        """Return where in the name's bytes the range begins."""
+        """Return the offset in the name's bytes at which the range begins."""
 
     @property
     def key(self) -> str:
@@ -55,19 +57,19 @@ class Generation(Protocol):
 
     @property
     def index(self) -> int:
-        """Return its number, from 1."""
+        """Return the number of the generation, counted from 1."""
 
     @property
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
-        """Return its extents by name, in the order of their offsets."""
+        """Return the generation's extents by name, in the order of their offsets."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Return the paths of its files."""
+        """Return the paths of the generation's files."""
 
     @property
     def kind(self) -> str:
-        """Return the format of its files: "safetensors" or "raw"."""
+        """Return the format of the generation's files: "safetensors" or "raw"."""
 
     def release(self) -> None:
         """Allow the store to remove the files as soon as it does not need them itself; hard links to them stay."""
@@ -87,30 +89,30 @@ class PathUse(Protocol):
 
     @property
     def share(self) -> float:
-        """Return its share of the bytes that the store writes from now on, from 0 to 1."""
+        """Return the folder's share of the bytes that the store writes from now on, from 0 to 1."""
 
     @property
     def state(self) -> str:
-        """Return "in use", "full", "failed" or "slow"."""
+        """Return how the folder is used now: "in use", "full", "failed" or "slow"."""
 
     @property
     def bytes_written(self) -> int:
-        """Return the bytes written to it so far."""
+        """Return the bytes written to the folder so far."""
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes read from it so far."""
+        """Return the bytes read from the folder so far."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Return its rate of reading and writing together while it had transfers; 0 if it had none."""
+        """Return the folder's rate of reading and writing together while it had transfers; 0 if it had none."""
 
 
 class ExtentStore(Protocol):
     """Named byte ranges in files, in generations. Named as the class that satisfies it."""
 
     def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
-        """Fix the size and element type (safetensors' name of it) of a name before it is written."""
+        """Fix the size and element type (in safetensors' spelling, such as "F32") of a name before it is written."""
 
     def write(self, name: str, data: Any, offset_bytes: int = 0) -> Request:
         """Start writing ``data``, host memory that must not change until the request has ended, at an offset of the
@@ -140,10 +142,10 @@ class ExtentStore(Protocol):
         """Return the bytes passed to `write` so far."""
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what was done with each folder so far, in their order."""
+        """Return what was done with each folder so far, in the order of the folders."""
 
     def former_paths(self) -> Sequence[str]:
         """Return the folders that an earlier store of this prefix had beside one of the present ones."""
 
     def close(self, *, remove: bool) -> None:
-        """Close the store; with ``remove`` delete its files, else only those not sealed."""
+        """Close the store; with ``remove`` delete all its files, else only those that are not sealed."""

@@ -1,4 +1,4 @@
-"""The report of a tier on drives about itself."""
+"""The report on how much was written to drives, which wears them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["wear_report"]
 
 
 class _Written(Protocol):
-    """Something that writes to drives."""
+    """A tier or store that writes to drives."""
 
     def bytes_written(self) -> int:
         """Return the bytes written so far."""
 
     def bytes_written_per_day(self) -> float:
-        """Return the average rate, in bytes per day."""
+        """Return the average rate of writing, in bytes per day."""
 
     def path_use(self) -> Sequence[PathUse]:
         """Return what was done with each folder so far."""

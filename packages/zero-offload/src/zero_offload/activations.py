@@ -22,14 +22,15 @@ __all__ = ["offload_activations"]
 class _Saved:
     """A tensor that was moved to the tier; the `_Packed` objects of the operations that saved it share this one.
 
-    ``number``: its place in the order of saving. ``form``: its shape, strides, dtype and device. ``place``: the tier's.
-    ``started``: the tier's handle while it is on its way back. ``restored``: the tensor, once back, while it lives.
+    ``number``: its position in the order of saving. ``form``: its shape, strides, dtype and device. ``handle``: by
+    which the tier finds it. ``started``: what the tier's `start` returned, while the tensor is on its way back.
+    ``restored``: refers to the tensor, once it is back, for as long as it lives.
     """
 
-    def __init__(self, number: int, form: TensorForm, place: Any) -> None:
+    def __init__(self, number: int, form: TensorForm, handle: Any) -> None:
         self.number = number
         self.form = form
-        self.place = place
+        self.handle = handle
         self.started: Any = None
         self.restored: weakref.ref[torch.Tensor] | None = None
 
@@ -134,7 +135,7 @@ class offload_activations:
 
     def __enter__(self) -> offload_activations:
         """Install the hooks that move saved tensors, note which memory the model's parameters and buffers use now, and
-        forget which tensors were saved before. OffloadError after `close`.
+        forget which tensors were saved earlier. Return this object. OffloadError after `close`.
         """
         if not self._finalizer.alive:
             raise OffloadError("offload_activations: it is closed; make a new one for further forward passes")
@@ -148,7 +149,9 @@ class offload_activations:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Remove the hooks that the last `__enter__` installed; tensors on the tier stay there for backward."""
+        """Remove the hooks that the last `__enter__` installed; tensors on the tier stay there for backward. ``error``
+        is ignored.
+        """
         self._contexts.pop().__exit__(*error)
         self._known.clear()
 
@@ -171,14 +174,14 @@ class offload_activations:
         self._finalizer()
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
-        """Start moving a tensor that autograd saves to the tier, unless it stays or was saved in this forward pass
-        already; return what autograd keeps in its place.
+        """Start moving a tensor that autograd saves to the tier, unless it is to stay, or was moved already in this
+        forward pass; return what autograd keeps instead of the tensor.
         """
         return _Packed(tensor, self._move(tensor) if self._moves and self._is_movable(tensor) else None)
 
     def _move(self, tensor: torch.Tensor) -> _Saved:
-        """Start moving a tensor to the tier; return the object for it, the earlier one if the same tensor was saved in
-        this forward pass already.
+        """Start moving a tensor to the tier and return the record of it; if the same tensor was saved in this forward
+        pass already, return the record of then.
         """
         storage = tensor.untyped_storage()
         place = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -193,20 +196,20 @@ class offload_activations:
         self._count += 1
         self._saved[saved.number] = saved
         self._known[key] = (StorageWeakRef(storage), weakref.ref(saved))  # type: ignore[no-untyped-call]
-        weakref.finalize(saved, self._tier.free, saved.place).atexit = False
+        weakref.finalize(saved, self._tier.free, saved.handle).atexit = False
         return saved
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
-        """Return the tensor of what `_pack` returned, waiting for it, and start bringing back the ones saved just
-        before it, which backward uses next. A tensor that is back and still alive is returned again. RuntimeError if
-        the tensor was written in place after it was saved.
+        """Return the tensor for which `_pack` returned ``packed``, after waiting for its way back, and start bringing
+        back the ones saved just before it, which backward uses next. RuntimeError if the tensor was written in place
+        after it was saved.
         """
         packed.check()
         return packed.tensor if packed.moved is None else self._bring_back(packed.moved)
 
     def _bring_back(self, saved: _Saved) -> torch.Tensor:
-        """Return a tensor that was moved, waiting for it; unless it is back and alive, start bringing back the
-        ``prefetch`` tensors saved just before it too.
+        """Return a moved tensor, after waiting for its way back; if it came back earlier and still lives, return that
+        object. Otherwise also start bringing back the ``prefetch`` tensors saved just before it.
         """
         tensor = None if saved.restored is None else saved.restored()
         if tensor is None:
@@ -221,12 +224,14 @@ class offload_activations:
         return tensor
 
     def _start(self, saved: _Saved) -> None:
-        """Start bringing a saved tensor back, unless it is on its way already."""
+        """Start bringing a saved tensor back; do nothing if it is on its way already."""
         if saved.started is None:
-            saved.started = self._tier.start(saved.place, saved.form)
+            saved.started = self._tier.start(saved.handle, saved.form)
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is dense, plain, on the device, of ``min_bytes`` or more, and not to be kept."""
+        """Return whether a tensor is dense, of class torch.Tensor itself, on the device, of ``min_bytes`` or more, and
+        not one that ``keep`` excludes.
+        """
         if tensor.device.type != self._device.type or tensor.layout != torch.strided:
             return False
         if tensor.numel() * tensor.element_size() < max(1, self._min_bytes) or type(tensor) is not torch.Tensor:

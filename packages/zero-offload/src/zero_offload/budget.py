@@ -93,8 +93,8 @@ class HostBudget:
         return made
 
     def check(self) -> None:
-        """Raise BudgetError, with the table, if any resource does not suffice for the needs added so far. Calls
-        ``barrier`` first, also if it does not suffice.
+        """Raise BudgetError, with the table, if the needs of any resource exceed its limit. ``barrier`` is called
+        before that, whatever the result.
         """
         totals = self._totals()
         short = [(title, advice) for title, advice, needed, limit in totals if needed > limit.free]
@@ -125,8 +125,8 @@ class HostBudget:
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
 
     def free(self, resource: Resource, *, path: str | None = None) -> Limit:
-        """Return this process's share of the tightest current limit on a resource, less the reserve; one of 2**62 bytes
-        if there is none. The reserve applies to ``memory`` only. ``path`` names the folder for ``disk``.
+        """Return this process's share of the tightest current limit on a resource, less the reserve, which applies to
+        ``memory`` only; a limit of 2**62 bytes if there is none. ``path``: the folder, for ``disk``.
         """
         if self._given is not None and resource in self._given:
             found = list(self._given[resource])
@@ -141,8 +141,8 @@ class HostBudget:
         return min((self._share(limit, resource) for limit in found), key=lambda limit: limit.free)
 
     def _share(self, limit: Limit, resource: Resource) -> Limit:
-        """Return the limit less the reserve (of ``memory``), divided among the processes that share it; its ``source``
-        says so.
+        """Return the limit less the reserve (``memory`` only), divided among the processes that share it; the new
+        limit's ``source`` says so.
         """
         source, free = limit.source, limit.free
         reserve = 0
@@ -172,14 +172,16 @@ class HostBudget:
         ]
 
     def _title(self, need: Demand) -> str:
-        """Return the heading of a need's resource: for disk space one heading per file system."""
+        """Return the heading under which the table lists a need: that of its resource, with the mount point for disk
+        space.
+        """
         if need.resource != "disk":
             return _TITLES[need.resource]
         return f"disk of {_mount_point(str(need.path))}"
 
 
 def _mount_point(path: str) -> str:
-    """Return the mount point of the file system that a path is or will be on."""
+    """Return the mount point of the file system on which ``path`` is, or will be once it is made."""
     folder = os.path.realpath(path)
     while not os.path.ismount(folder):
         folder = os.path.dirname(folder)
@@ -187,7 +189,7 @@ def _mount_point(path: str) -> str:
 
 
 def _format_bytes(count: int) -> str:
-    """Return a count of bytes as text: rounded with a binary unit, and exact in brackets."""
+    """Return a count of bytes as text: rounded, with a binary unit, and the exact count in brackets."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.2f} {unit} ({count} bytes)"

@@ -29,7 +29,9 @@ class TierEnds(Protocol):
     """Provides the tiers with host memory and I/O engines in place of the system."""
 
     def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
-        """Return ``nbytes`` of zeroed host memory as uint8. Called for every block that a tier allocates."""
+        """Return ``nbytes`` of zeroed host memory as uint8. Called for every block that a tier allocates; ``use`` says
+        what the block is for.
+        """
 
     def io_engine(self, given: Any) -> Any:
         """Return the engine that a store of files shall use. ``given``: the engine its user asked for; None for the
@@ -47,8 +49,8 @@ def current_ends() -> TierEnds | None:
 
 @contextmanager
 def tier_ends(ends: TierEnds) -> Iterator[None]:
-    """Return a context manager, inside which new tiers take memory and engines from ``ends``, to simulate or to count
-    them.
+    """Return a context manager, inside which new tiers take their memory and I/O engines from ``ends``, which may
+    simulate or count them.
 
     Tiers made before are not affected. Threads started inside use the system.
     """

@@ -14,7 +14,9 @@ class MissingExtraError(OffloadError, ImportError):
 
 
 class BudgetError(OffloadError, MemoryError):
-    """The needs exceed a limit; the message has the table of needs and limits, ``table`` is that table alone."""
+    """The needs exceed a limit. The message has the table of needs and limits; ``table`` is that table alone,
+    as text.
+    """
 
     def __init__(self, message: str, table: str) -> None:
         super().__init__(message)

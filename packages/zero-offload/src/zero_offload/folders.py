@@ -9,10 +9,13 @@ __all__ = ["folder_problem"]
 
 
 def folder_problem(name: str, *, create: bool) -> str | None:
-    """Return why stores cannot lie in the folder ``name``, as the end of a sentence that begins with a setting's name;
-    None if they can. A missing folder is made if ``create``; else the reason names the nearest that exists: without the
-    check, files of a drive that is not mounted would fill the disk of its mount point. A folder that cannot be reached
-    has the system's reason: a name that is too long, a loop of links, a parent that may not be entered."""
+    """Return why stores cannot be in the folder ``name``, as the end of a sentence that begins with a setting's name;
+    None if they can. A missing folder is made if ``create`` is true.
+
+    Without ``create`` the reason names the nearest folder that exists: without this check, files meant for a drive that
+    is not mounted would fill the disk of its mount point. A folder that cannot be reached has the system's reason: a
+    name that is too long, a loop of links, a parent that may not be entered.
+    """
     if os.path.isdir(name):
         return None
     path = Path(name)
@@ -32,7 +35,9 @@ def folder_problem(name: str, *, create: bool) -> str | None:
 
 
 def _unreachable(name: str) -> str | None:
-    """Return the text of the error with which ``os.stat`` of the folder fails, but None if nothing is there."""
+    """Return the text of the error with which ``os.stat`` of the folder fails; None if it succeeds or if the folder
+    does not exist.
+    """
     try:
         os.stat(name)
     except (FileNotFoundError, NotADirectoryError):
@@ -43,5 +48,5 @@ def _unreachable(name: str) -> str | None:
 
 
 def _shortened(name: str) -> str:
-    """Return the folder ``name`` in quotes; one longer than 200 characters is cut there, followed by its length."""
+    """Return ``name`` in quotes; of one longer than 200 characters only these, followed by its length."""
     return repr(name) if len(name) <= 200 else f"{name[:200]!r}… ({len(name)} characters)"

@@ -48,8 +48,9 @@ class HostStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Return the bytes of host memory that are held: the sum of the shards' sizes, without overhead, those
-        included that ``keep_memory`` has kept."""
+        """Return the bytes of host memory that are held: the sum of the shards' sizes, without overhead, and what
+        ``keep_memory`` has kept of discarded ones.
+        """
         return sum(block.nbytes for block in self._blocks.values())
 
     def put(self, name: str, shard: torch.Tensor) -> None:
@@ -115,8 +116,8 @@ class HostStore:
         self._shard_named(name)
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Start copying these shards to the device, in this order, before they are acquired; do nothing on the CPU and
-        for shards that are there. Waits as `acquire` does.
+        """Start copying these shards to the device, in this order, before they are acquired; do nothing on the CPU, and
+        for shards whose copy is there. ShardError for an unknown one. Waits as `acquire` does.
         """
         for name in names:
             host = self._shard_named(name)
@@ -129,7 +130,9 @@ class HostStore:
             self._copies.flush()
 
     def discard(self, name: str) -> None:
-        """Forget a shard and free its memory, or keep that for the next one; ShardError while it is acquired."""
+        """Forget a shard and free its memory, or keep the memory for the next shard of that name (``keep_memory``).
+        ShardError while the shard is acquired or if it is unknown.
+        """
         self._shard_named(name)
         if self._holders.get(name):
             raise ShardError(f"'{name}' is acquired; release it before discarding it", tensor=name)
@@ -153,7 +156,7 @@ class HostStore:
         return name in self._shards
 
     def _shard_named(self, name: str) -> torch.Tensor:
-        """Return a shard in host memory. Raises `ShardError` if there is none of this name."""
+        """Return a shard (1-D) in host memory; ShardError if there is none of this name."""
         if name not in self._shards:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
         return self._shards[name]

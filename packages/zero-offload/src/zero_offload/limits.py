@@ -20,8 +20,8 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Limit:
-    """``free`` bytes under one limit, and its name in ``source``. ``own``: it binds this process alone, so it is not
-    shared with others of the job.
+    """``free`` bytes that may still be used under one limit, which ``source`` names. ``own``: the limit binds this
+    process alone, so other processes of the job have no share in it.
     """
 
     source: str
@@ -86,7 +86,7 @@ def _mem_available(root: Path) -> int | None:
 
 
 def _read_fields(path: Path) -> dict[str, str]:
-    """Return the ``key: value`` lines of a file as a dict; an empty one if there is no such file."""
+    """Return the ``key: value`` lines of a file as a dict; an empty dict if there is no such file."""
     if not path.exists():
         return {}
     lines = (line.partition(":") for line in path.read_text().splitlines())
@@ -94,8 +94,8 @@ def _read_fields(path: Path) -> dict[str, str]:
 
 
 def _cgroup_limits(root: Path) -> list[Limit]:
-    """Return the memory limits of this process's cgroup (v1 or v2) and of all groups above it, those that set one.
-    ``root``: the folder that holds ``proc``; empty if it has no cgroups.
+    """Return the memory limits of this process's cgroup (v1 or v2) and of all groups above it, as far as they set one.
+    ``root``: the folder that holds ``proc``. The list is empty if there are no cgroups.
     """
     listing, mounts = root / "proc/self/cgroup", root / "proc/self/mountinfo"
     if not listing.exists() or not mounts.exists():
@@ -149,7 +149,7 @@ def _groups_up_from(mount: Path, mount_root: str, path: str) -> Iterator[Path]:
 
 def _limit_v2(folder: Path) -> Limit | None:
     """Return the limit of the cgroup v2 in ``folder``: the lower of memory.max and memory.high, less what is used; None
-    if it sets none. Page cache that can be dropped does not count as used.
+    if neither is set. Page cache that can be dropped does not count as used.
     """
     bounds = [_read_number(folder / name) for name in ("memory.max", "memory.high")]
     used = _read_number(folder / "memory.current")

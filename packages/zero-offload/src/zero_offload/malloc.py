@@ -39,15 +39,17 @@ def keep_freed_memory(keep: bool) -> None:
 
 
 def is_tunable(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the C library has the settings, and the environment sets none of them itself, so that
-    `keep_freed_memory` would override no choice of the user.
+    """Return whether `keep_freed_memory` works here and would override no choice of the user: the C library has the
+    settings, and the environment variables in ``environ`` set none of them.
     """
     tuned = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
     return _function("mallopt") is not None and not tuned
 
 
 def return_free_memory() -> None:
-    """Return what is free in the allocator's heap to the system; do nothing where the C library cannot."""
+    """Return unused memory of the allocator's heap to the system; do nothing if the C library has no function
+    for that.
+    """
     trim = _function("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -63,7 +65,7 @@ def allocated_bytes() -> int | None:
 
 
 class _MallocState(ctypes.Structure):
-    """The C library's ``struct mallinfo2``: what `allocated_bytes` reads; sizes are in bytes."""
+    """The C library's ``struct mallinfo2``, which `allocated_bytes` reads; sizes are in bytes."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -73,7 +75,9 @@ class _MallocState(ctypes.Structure):
 
 @cache
 def _function(name: str) -> Any:
-    """Return the C library's function ``name``, with its return type set where it is no int; None if it has none."""
+    """Return the C library's function ``name``, with the return type that ``mallinfo2`` needs; None if the library has
+    no such function.
+    """
     found = getattr(ctypes.CDLL(None), name, None)
     if found is not None and name == "mallinfo2":
         found.restype = _MallocState

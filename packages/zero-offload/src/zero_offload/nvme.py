@@ -109,19 +109,21 @@ class NvmeStore:
         return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
 
     def report(self, name: str) -> list[str]:
-        """Return lines, for people, on what was written to drives, with ``name`` in front; none for nothing."""
+        """Return lines of text, each beginning with ``name``, on what was written to drives; an empty list if nothing
+        was.
+        """
         return wear_report(name, self)
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what was done with each folder so far."""
+        """Return, for each folder, the bytes written and read so far, its speed and its state."""
         return self._store.path_use()
 
     def put(self, name: str, shard: torch.Tensor) -> None:
-        """Store a new shard (1-D, any dtype), or replace one of the same name, size and dtype. It is copied; writing
-        starts, `flush` waits for it. A shard that fits into ``host_bytes`` stays in host memory.
+        """Copy a new shard (1-D, any dtype) into the store, or replace one of the same name, size and dtype. Writing to
+        the file starts, and `flush` waits for it. A shard that fits into ``host_bytes`` stays in host memory.
 
-        ShardError for another size or dtype, and while the shard to be replaced is acquired;
-        StoreFullError if every buffer is held; ValueError unless it is 1-D.
+        ShardError for another size or dtype, and while the shard to be replaced is acquired; StoreFullError if every
+        buffer is held; ValueError unless it is 1-D.
         """
         check_shard(name, shard)
         if name in self._in_host or self._fits_host(name, shard):
@@ -142,7 +144,8 @@ class NvmeStore:
         self._ring.release(pack, dirty=True)
 
     def acquire(self, name: str) -> torch.Tensor:
-        """Return the shard on the compute device, valid until `release`; calls may nest. Waits for its file to be read.
+        """Return the shard (1-D) on the compute device, valid until `release`; calls may nest. Waits for its file to be
+        read.
 
         ShardError for an unknown shard or a failed transfer, StoreFullError if every buffer is held.
         """
@@ -150,7 +153,7 @@ class NvmeStore:
             return self._host.acquire(name)
         pack, dtype = self._filed_shard(name)
         if self._copies is None:
-            shard = _typed(self._acquire_buffer(pack), pack, dtype)
+            shard = _shard_view(self._acquire_buffer(pack), pack, dtype)
         else:
             if name not in self._copies:
                 self._start_copy_to_device(self._copies, name)
@@ -159,9 +162,10 @@ class NvmeStore:
         return shard
 
     def release(self, name: str, *, dirty: bool) -> None:
-        """End one `acquire`. The last release starts writing the shard to its file if any holder passed ``dirty`` (it
-        changed the shard), and frees the device's copy. A changed shard on an accelerator is copied to a buffer first,
-        and the host waits for that (StoreFullError if every buffer is held). ShardError if the shard is not acquired.
+        """End one `acquire`. The last release frees the device's copy and, if any holder passed ``dirty`` (it changed
+        the shard), starts writing the shard to its file. From an accelerator the changed shard is first copied to a
+        buffer, for which the host waits (StoreFullError if every buffer is held). ShardError if the shard is not
+        acquired.
         """
         if name in self._in_host:
             self._host.release(name, dirty=dirty)
@@ -178,7 +182,7 @@ class NvmeStore:
         if self._holders[name]:
             return
         if name in self._dirty:
-            self._copies.send_back(name, _typed(self._acquire_buffer(pack, fresh=True), pack, dtype))
+            self._copies.send_back(name, _shard_view(self._acquire_buffer(pack, fresh=True), pack, dtype))
             self._copies.settle(name)
             self._ring.release(pack, dirty=True)
         self._dirty.discard(name)
@@ -197,7 +201,7 @@ class NvmeStore:
             raise ShardError(f"'{name}' is acquired; release it before borrowing it", tensor=name)
         if self._copies is not None:
             self._copies.forget(name)
-        return _typed(self._acquire_buffer(pack, fresh=fresh), pack, dtype)
+        return _shard_view(self._acquire_buffer(pack, fresh=fresh), pack, dtype)
 
     def expect(self, names: Sequence[str]) -> None:
         """Start reading shards that will be borrowed soon, in this order, as far as buffers are free. ShardError for an
@@ -271,8 +275,8 @@ class NvmeStore:
         self._ring.flush()
 
     def carried_bytes(self) -> int:
-        """Return the bytes that `seal` would copy now: data not written since the last seal, where it can only be
-        carried over by a copy.
+        """Return the bytes that `seal` would copy now: data that was not written since the last seal and cannot be
+        carried over by sharing blocks.
         """
         with naming("shards", "seal"):
             return self._store.carried_bytes()
@@ -315,16 +319,16 @@ class NvmeStore:
         return name not in self._packs and self._host.resident_bytes + nbytes_of(shard) <= self._host_bytes
 
     def _start_copy_to_device(self, copies: DeviceCopies, name: str) -> None:
-        """Start copying a shard to the device, once it is in a buffer; the buffer stays held until `_release_arrived`
+        """Read a shard into a buffer and start copying it to the device; the buffer stays held until `_release_arrived`
         finds that the copy has ended.
         """
         pack, dtype = self._packs[name]
-        event = copies.fetch(name, _typed(self._acquire_buffer(pack), pack, dtype))
+        event = copies.fetch(name, _shard_view(self._acquire_buffer(pack), pack, dtype))
         self._copying.append((event, pack))
 
     def _acquire_buffer(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
-        """Return the bytes (uint8) of ``pack`` in a buffer, valid until the ring's `release`; they are read unless
-        ``fresh``. While copies to the device hold every buffer, wait for the oldest copy first.
+        """Return the bytes (1-D, uint8) of ``pack`` in a buffer, valid until the ring's `release`; they are read from
+        the files unless ``fresh``. If copies to the device hold every buffer, wait for the oldest one first.
         """
         self._release_arrived()
         if len(self._copying) == self._buffer_count:
@@ -340,21 +344,23 @@ class NvmeStore:
             self._ring.release(self._copying.popleft()[1], dirty=False)
 
     def _filed_shard(self, name: str) -> tuple[Pack, torch.dtype]:
-        """Return the pack (what a buffer holds of it) and dtype of a shard in files; ShardError if there is none of
-        this name.
+        """Return the pack (the bytes that a buffer holds of it) and the dtype of a shard in files; ShardError if there
+        is none of this name.
         """
         if name not in self._packs:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
         return self._packs[name]
 
 
-def _typed(buffer: torch.Tensor, pack: Pack, dtype: torch.dtype) -> torch.Tensor:
+def _shard_view(buffer: torch.Tensor, pack: Pack, dtype: torch.dtype) -> torch.Tensor:
     """Return the bytes of a ``buffer`` (uint8) that belong to the one shard in ``pack``, as a 1-D view of ``dtype``."""
     return buffer[: pack.parts[0].nbytes].view(dtype)
 
 
 def _require_alike(name: str, shard: torch.Tensor, nbytes: int, dtype: torch.dtype) -> None:
-    """Raise ShardError unless a new shard has the size and dtype of the one of its name that it replaces."""
+    """Raise ShardError unless a new shard has the ``nbytes`` and ``dtype`` with which the shard of this name was put
+    before.
+    """
     if (nbytes_of(shard), shard.dtype) != (nbytes, dtype):
         raise ShardError(
             f"'{name}' was put with {nbytes} bytes of {dtype}, got {nbytes_of(shard)} bytes of {shard.dtype}",

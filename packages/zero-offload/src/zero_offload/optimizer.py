@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from ._copy_streams import compute_device
-from ._params import GradientHooks, Member, ParameterWeights, check_gradient, check_parameter, flat_gradient, plans
+from ._params import (
+    GradientHooks,
+    Member,
+    ParameterWeights,
+    check_gradient,
+    check_parameter,
+    flat_gradient,
+    shard_plans,
+)
 from ._protocols import PathUse
 from ._saved_states import flat_state, shaped_state
 from .budget import HostBudget
@@ -83,7 +91,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._sealed_groups = True
         self._members = self._make_members()
         weights, device = ParameterWeights(self._members), self._one_device()
-        shards, groups = plans(self._members), partial(_groups_of, weakref.ref(self))
+        shards, groups = shard_plans(self._members), partial(_groups_of, weakref.ref(self))
         self._update: DelayedUpdate | OffloadedUpdate
         if delayed:
             self._update = DelayedUpdate(

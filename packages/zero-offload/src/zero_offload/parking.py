@@ -15,7 +15,7 @@ __all__ = ["park", "unpark"]
 
 
 def park(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> int:
-    """Copy tensors to a store and free their memory, for other processes too; return the bytes freed.
+    """Copy tensors to a store and free their memory, also for other processes; return the bytes freed.
 
     The tensors stay the same objects, with their shapes; their content must not be touched until `unpark` (on an
     accelerator that is an illegal access, on the CPU a crash). Tensors that share memory are parked together; naming
@@ -43,7 +43,7 @@ def park(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> i
 
 
 def _return_free_memory(kind: str) -> None:
-    """Return to the system what is free in the caches of the allocator of a kind of device, such as "cpu"."""
+    """Return unused memory that torch's allocator caches for one kind of device ("cpu", "cuda") to the system."""
     if kind == "cpu":
         malloc.return_free_memory()
     else:
@@ -73,7 +73,7 @@ def unpark(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) ->
 
 
 def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.UntypedStorage]:
-    """Return each storage once, under the first name of a tensor that uses it; tensors that share memory share one."""
+    """Return each storage of these tensors once, under the name of the first tensor that uses it."""
     found: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()

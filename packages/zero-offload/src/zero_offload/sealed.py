@@ -69,8 +69,8 @@ class Sealed:
         return targets
 
     def make_durable(self) -> None:
-        """Sync the files that were sealed with ``durable=False``, so that they survive a crash; nothing is left to do
-        for others. Call it before linking them and before `release`, on any thread. Raises the errors of syncing.
+        """Sync the files that were sealed with ``durable=False``, so that they survive a crash; do nothing for files
+        that are synced. Call it, on any thread, before linking them and before `release`. Raises the errors of syncing.
         """
         for generation in self._generations:
             generation.make_durable()
@@ -85,8 +85,8 @@ class Sealed:
 
 
 def _copy(source: str, target: str) -> None:
-    """Copy a file to ``target``, read-only and synced; FileExistsError if that exists. After an error there is no
-    ``target`` of this call.
+    """Copy the file ``source`` to a new file ``target``, read-only and synced; FileExistsError if that exists. After
+    any other error ``target`` is removed.
     """
     with open(source, "rb") as old, open(target, "xb") as new:
         try:

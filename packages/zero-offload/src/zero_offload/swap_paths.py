@@ -16,7 +16,9 @@ __all__ = ["NvmePath", "PathList", "SwapPaths", "need_disk", "swap_paths"]
 
 @runtime_checkable
 class PathList(Protocol):
-    """Folders of a store with their weights (None: as measured) and the setting that names them."""
+    """The folders of a store as a configuration gives them: ``weights`` in whose proportion they get bytes (None: as
+    their speed is measured), and ``key``, the setting that names them.
+    """
 
     @property
     def folders(self) -> Sequence[str]: ...
@@ -48,13 +50,15 @@ class SwapPaths:
 
     @property
     def is_measured(self) -> bool:
-        """Return whether the shares follow the speed of the folders; in a dry run they are equal without weights."""
+        """Return whether the shares follow the measured speed of the folders: there are several, they have no weights,
+        and this is no dry run, in which all shares are equal.
+        """
         return self.weights is None and len(self.folders) > 1 and current_ends() is None
 
     def shares(self) -> list[float]:
-        """Return the share of the bytes that each folder gets, from 0 to 1, at the start. Measures the folders, if they
-        have no weights, unless that was done in the last ten minutes on this host. Raises OffloadError for a folder
-        that cannot be used.
+        """Return the share of the bytes that each folder gets at the start, from 0 to 1. If there are no weights the
+        folders are measured, unless that was done in the last ten minutes on this host; OffloadError for a folder that
+        cannot be used.
         """
         measured = measured_rates(self.folders) if self.is_measured else [1.0] * len(self.folders)
         weights = self.weights or measured
@@ -73,8 +77,8 @@ class SwapPaths:
 
 
 def swap_paths(path: NvmePath) -> SwapPaths:
-    """Return the folders of a store, given as one path, several, or several with weights. ValueError when there is none
-    or one is empty, and for weights that are not one positive number for each.
+    """Return the folders of a store as `SwapPaths`; ``path`` is one path, several, or a `PathList`. ValueError if there
+    is no path or one is empty, and unless weights are one positive number for each.
     """
     if isinstance(path, PathList):
         weights = None if path.weights is None else tuple(path.weights)
@@ -91,8 +95,8 @@ def swap_paths(path: NvmePath) -> SwapPaths:
 
 
 def need_disk(budget: HostBudget, purpose: str, nbytes: int, path: NvmePath) -> None:
-    """Add a need for ``nbytes`` in the folders of ``path`` to ``budget``, of each for its share; ``purpose``: its name
-    in messages. Do nothing for no bytes. Errors as of `swap_paths` and `SwapPaths.shares`.
+    """Add to ``budget`` a need for ``nbytes`` in the folders of ``path``, of each folder for its share, rounded up;
+    ``purpose`` names the need in messages. Do nothing for 0 bytes. Errors as of `swap_paths` and `SwapPaths.shares`.
     """
     if nbytes:
         paths = swap_paths(path)

@@ -1,5 +1,6 @@
-"""A trace of transfers: what moved when, and how much of it overlapped with compute. A hop is a kind of transfer
-("states in", "shards, device"), or of compute.
+"""A trace of transfers: what moved when, and how much of it overlapped with compute. A hop is one kind of transfer
+("states in", "shards, device") or of compute. The sink is a function of the user's that gets every event as it is
+recorded.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ class HopReport:
 
     @property
     def bandwidth(self) -> float:
-        """Return the bytes per second while busy; 0 if it never was."""
+        """Return the bytes per second of the busy time; 0 if there was none."""
         return self.nbytes / self.busy_s if self.busy_s else 0.0
 
     @property
     def hidden(self) -> float:
-        """Return the fraction of the busy time that was not waited for, 0 to 1; 1 if it never was busy."""
+        """Return the fraction of the busy time that was not waited for, from 0 to 1; 1 if there was no busy time."""
         return max(0.0, 1.0 - self.waited_s / self.busy_s) if self.busy_s else 1.0
 
 
 @dataclass(frozen=True)
 class _Event:
-    """One transfer, wait or computation; times in seconds of the trace's clock. ``waiting``: it was spent waiting for a
-    transfer of this hop. ``failure``: the error of a transfer that failed, as text.
+    """One transfer, wait or computation of a hop; times in seconds of the trace's clock. ``waiting``: the time was
+    spent waiting for a transfer of this hop. ``failure``: the error of a transfer that failed, as text, else None.
     """
 
     hop: str
@@ -103,8 +104,8 @@ class Trace:
 
     @contextmanager
     def span(self, hop: str, name: str, nbytes: int = 0, *, waiting: bool = False) -> Iterator[None]:
-        """Return a context manager that records the time inside it as an event called ``name`` of ``nbytes``, also if
-        it fails; ``waiting``: it is spent waiting for a transfer of this hop.
+        """Return a context manager that records the time inside its block as an event called ``name`` of ``nbytes``,
+        also if the block raises; ``waiting``: the time is spent waiting for a transfer of this hop.
         """
         begin = self._clock()
         try:
@@ -114,8 +115,8 @@ class Trace:
 
     def follow(self, hop: str, name: str, nbytes: int, wait: Callable[[], object]) -> None:
         """Record a transfer of ``nbytes`` that has just begun and ends when ``wait``, called in another thread, returns
-        or raises (then it counts 0 bytes). Transfers are waited for in the order of the calls. Does nothing if neither
-        events are kept nor a sink is there.
+        or raises (then it counts 0 bytes). Transfers are waited for in the order of the calls. Do nothing if events are
+        not kept and there is no sink.
         """
         with self._lock:
             if not self._recording and self._sink is None:
@@ -141,8 +142,8 @@ class Trace:
                 HopReport(
                     hop,
                     sum(event.nbytes for event in moves),
-                    _covered([(event.begin, event.end) for event in moves]),
-                    _covered([(event.begin, event.end) for event in own if event.waiting]),
+                    _union_length([(event.begin, event.end) for event in moves]),
+                    _union_length([(event.begin, event.end) for event in own if event.waiting]),
                 )
             )
         return rows
@@ -165,7 +166,7 @@ class Trace:
         """
         rows: list[dict[str, object]] = []
         tracks: dict[str, int] = {}
-        for track, event in _tracks(self._finished_events()):
+        for track, event in _events_by_row(self._finished_events()):
             number = tracks.setdefault(track, len(tracks) + 1)
             rows.append(
                 {
@@ -221,8 +222,8 @@ class Trace:
             self._sink(event.hop, event.name, event.begin, event.end, event.nbytes, event.waiting)
 
     def _finished_events(self) -> list[_Event]:
-        """Wait for the transfers under way; return all events kept, sorted by their beginning. Raises an error of the
-        sink, once.
+        """Wait for the transfers under way; return all events kept, sorted by their begin. If the sink has raised an
+        error in the recording thread since the last call, raise that instead.
         """
         with self._idle:
             self._idle.wait_for(lambda: self._open == 0)
@@ -232,8 +233,9 @@ class Trace:
             return sorted(self._events, key=lambda event: event.begin)
 
     def _record_ends(self, running: _Transfers) -> None:
-        """Wait for each transfer of ``running`` in turn and record its end, until None comes; runs in a thread, which
-        no error ends: one of a transfer is recorded, one of the sink kept for `_finished_events`.
+        """Wait for each transfer that comes through ``running`` in turn and record its end, until None comes; the body
+        of the recording thread. No error ends it: that of a transfer is recorded in the event, that of the sink is
+        raised by the next `_finished_events`.
         """
         while (transfer := running.get()) is not None:
             hop, name, begin, nbytes, wait = transfer
@@ -251,8 +253,8 @@ class Trace:
                 self._idle.notify_all()
 
 
-def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Return the length of the union of the (begin, end) intervals, in their unit."""
+def _union_length(intervals: list[tuple[float, float]]) -> float:
+    """Return the length of the union of the (begin, end) intervals, in their own unit."""
     total, end = 0.0, float("-inf")
     for begin, stop in sorted(intervals):
         total += max(0.0, stop - max(begin, end))
@@ -260,9 +262,9 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
     return total
 
 
-def _tracks(events: list[_Event]) -> Iterator[tuple[str, _Event]]:
-    """Yield each of ``events``, which are sorted by their beginning, with the name of its row in the drawing: events of
-    one row do not overlap.
+def _events_by_row(events: list[_Event]) -> Iterator[tuple[str, _Event]]:
+    """Yield (row name, event) for each of ``events``, which are sorted by their begin: in the drawing each hop has one
+    row, and further ones where its events overlap.
     """
     ends: dict[str, list[float]] = {}
     for event in events:

@@ -58,8 +58,8 @@ class DeviceSteps:
         for staged_span in staged_spans:
             by_group.setdefault(staged_span.span.fragment.plan.group, []).append(staged_span)
         for number, spans in by_group.items():
-            optimizer = self._optimizer(number, groups[number])
-            parameters = [self._parameter(one, tensors[one.number]) for one in spans]
+            optimizer = self._optimizer_for(number, groups[number])
+            parameters = [self._parameter_for(one, tensors[one.number]) for one in spans]
             optimizer.param_groups[0]["params"] = parameters
             for one, parameter in zip(spans, parameters, strict=True):
                 self._lend_states(optimizer, one.span.fragment, parameter, tensors[one.number])
@@ -74,7 +74,7 @@ class DeviceSteps:
             for one, parameter in zip(spans, parameters, strict=True):
                 self._take_states(optimizer, one.span.fragment, parameter, tensors[one.number])
                 if one.span.fragment.keeps_master:
-                    _keep(parameter, tensors[one.number][MASTER])
+                    _copy_if_moved(parameter, tensors[one.number][MASTER])
                 (one.weights if self._device.type != "cpu" else one.out).view().copy_(parameter)
                 parameter.data = parameter.new_empty(0)
 
@@ -90,7 +90,7 @@ class DeviceSteps:
             fragment.numbers = numbers
         self._numbers = {}
 
-    def _optimizer(self, number: int, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    def _optimizer_for(self, number: int, group: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Return torch's optimizer for parameter group ``number``, made on first use, with the options that ``group``
         has now. Its parameters are those of the last `run`.
         """
@@ -109,7 +109,7 @@ class DeviceSteps:
             own["fused"] = not own["foreach"]
         return optimizer
 
-    def _parameter(self, staged_span: StagedSpan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _parameter_for(self, staged_span: StagedSpan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the tensor that the optimizer knows a span by, the same object at every step, which holds the span's
         master until the end of `run`, or else its weights on the device. A tier may keep a master elsewhere at every
         step.
@@ -135,7 +135,7 @@ class DeviceSteps:
             self._counted[parameter] = 1
             return
         if self._rule.make is not None and fragment.unwritten:
-            raise self._missing_state(fragment, min(fragment.unwritten))
+            raise self._missing_state_error(fragment, min(fragment.unwritten))
         state, group = optimizer.state[parameter], optimizer.param_groups[0]
         begins_anew = self._rule.template is torch.optim.SGD and not fragment.has_moments
         for kind in fragment.moments:
@@ -146,19 +146,21 @@ class DeviceSteps:
             state.update({} if like is None else {_STEP: type(like)(fragment.step)})
         elif count is None or count.device.type != where.type or self._counted[parameter] != fragment.step:
             state[_STEP] = torch.full((), float(fragment.step), dtype=like.dtype, device=where)
-        state.update({n: self._number(fragment, n, example, where) for n, example in self._rule.numbers(group).items()})
+        state.update(
+            {n: self._number_for(fragment, n, example, where) for n, example in self._rule.numbers(group).items()}
+        )
         self._counted[parameter] = fragment.step + 1
 
-    def _number(self, fragment: KeptFragment, name: str, like: Any, where: torch.device) -> Any:
+    def _number_for(self, fragment: KeptFragment, name: str, like: Any, where: torch.device) -> Any:
         """Return a fragment's number ``name`` in the type of ``like``: a new tensor on the device ``where`` if that is
         a tensor, else a Python number. OffloadError if the fragment has none.
         """
         kept = fragment.numbers.get(name)
         if kept is None:
-            raise self._missing_state(fragment, name)
+            raise self._missing_state_error(fragment, name)
         return kept.to(where, like.dtype, copy=True) if isinstance(like, torch.Tensor) else type(like)(kept.item())
 
-    def _missing_state(self, fragment: KeptFragment, name: str) -> OffloadError:
+    def _missing_state_error(self, fragment: KeptFragment, name: str) -> OffloadError:
         """Return the error for states of a fragment that were written without ``name``, whose first value only the
         optimizer knows.
         """
@@ -199,7 +201,7 @@ class DeviceSteps:
                 optimizer.state[parameter][kind.name] = None
 
 
-def _keep(parameter: torch.Tensor, master: torch.Tensor) -> None:
+def _copy_if_moved(parameter: torch.Tensor, master: torch.Tensor) -> None:
     """Copy the values of ``parameter`` to ``master``, of the same shape, unless they are there: ``p.data = …`` in a
     step puts them elsewhere.
     """

@@ -172,9 +172,9 @@ class NvmeGradients:
         """
         self._write_arrived(at_most=0)
         present = {shard for shard in self._shards_of(index) if self.has(shard)}
-        pack, places = self._packs[index]
+        pack, origins = self._packs[index]
         if len(present) < len(self._shards_of(index)):
-            pack, places = _slice_pack(index, self._slices[index], only=present)
+            pack, origins = _slice_pack(index, self._slices[index], only=present)
         buffer = self._ring.acquire(pack)
         self._acquired[index] = pack
         found: list[FlatSpan | None] = []
@@ -183,7 +183,7 @@ class NvmeGradients:
             if shard.name not in present:
                 found.append(None)
                 continue
-            begin = places[shard.name] + (span.fragment.plan.start + span.begin) * shard.grad_dtype.itemsize
+            begin = origins[shard.name] + (span.fragment.plan.start + span.begin) * shard.grad_dtype.itemsize
             nbytes = span.length * shard.grad_dtype.itemsize
             found.append(FlatSpan(buffer[begin : begin + nbytes].view(shard.grad_dtype), 0, span.length))
         return found
@@ -263,8 +263,8 @@ def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tupl
         for shard, begin, end in ranges.values()
     ]
     pack = lay_out(f"gradients of slice {index}", pieces)
-    places = {
+    origins = {
         shard.name: part.buffer_offset - part.extent_offset
         for (shard, _, _), part in zip(ranges.values(), pack.parts, strict=True)
     }
-    return pack, places
+    return pack, origins

@@ -66,7 +66,7 @@ def _digests(weights: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class _Place(NamedTuple):
+class _SpanLocation(NamedTuple):
     """Where the states of one span of a shard are: on a tier, by the index of the slice and the span's number in it;
     and in the journal, by the shard's index and the span's number there.
     """
@@ -105,8 +105,8 @@ class Journal:
                 if own is not None and found is not None and isinstance(found[0], HostTier):
                     own.append((span, found[0], found[1], number))
         self._states = HostTier([tuple(span for span, *_ in own) for own in where.values()])
-        self._places = {
-            name: [_Place(*found, index, number) for number, found in enumerate(own)]
+        self._locations = {
+            name: [_SpanLocation(*found, index, number) for number, found in enumerate(own)]
             for index, (name, own) in enumerate(where.items())
         }
         self._read: dict[str, torch.Tensor] = {}
@@ -121,7 +121,7 @@ class Journal:
 
     def __contains__(self, shard: object) -> bool:
         """Return whether the shard of this name has a place here."""
-        return shard in self._places
+        return shard in self._locations
 
     def compute(
         self,
@@ -138,12 +138,12 @@ class Journal:
         if weights is not None:
             self._read[shard] = _digests(weights)  # before they are read, so that a write since then is found
         mirror, staged = self._weights.borrow(shard), list[StagedSpan]()
-        for number, (span, *_) in enumerate(self._places[shard]):
+        for number, (span, *_) in enumerate(self._locations[shard]):
             out = span.of_shard(mirror)
             read = out if weights is None else span.of_shard(weights)
             staged.append(StagedSpan(number, span, span.of_shard(gradient), out, read))
-        old = [place.tier.tensors(place.slice_index, place.number) for place in self._places[shard]]
-        new = [self._states.tensors(place.own_index, place.own_number) for place in self._places[shard]]
+        old = [location.tier.tensors(location.slice_index, location.number) for location in self._locations[shard]]
+        new = [self._states.tensors(location.own_index, location.own_number) for location in self._locations[shard]]
         threads = max(1, default_threads() - 1)  # one core is left to the thread that trains
         run_kernels(self._rule, groups, staged, old, grad_scale, results=new, threads=threads)
 
@@ -157,10 +157,10 @@ class Journal:
         """Make the computed states of a shard those of the tier; the old ones become memory of the journal. Nothing is
         copied, and the weights stay where they are; see `pending_copies`.
         """
-        for place in self._places[shard]:
-            new = self._states.tensors(place.own_index, place.own_number)
-            old = place.tier.exchange(place.slice_index, place.number, new)
-            self._states.exchange(place.own_index, place.own_number, old)
+        for location in self._locations[shard]:
+            new = self._states.tensors(location.own_index, location.own_number)
+            old = location.tier.exchange(location.slice_index, location.number, new)
+            self._states.exchange(location.own_index, location.own_number, old)
 
     def reset(self) -> None:
         """Take back the memory that `commit` has given to the tier, also where that was cut short; the tier is to be
@@ -173,15 +173,19 @@ class Journal:
         source) of each span, 1-D. Targets are views of ``weights``, the shard in the memory that forward reads.
         """
         mirror = self._weights.borrow(shard)
-        spans = [place.span for place in self._places[shard]]
+        spans = [location.span for location in self._locations[shard]]
         return [(span.of_shard(weights).view(), span.of_shard(mirror).view()) for span in spans]
 
     def touch(self) -> None:
         """Have the system provide the memory now, before the first `compute`, which would wait for every page; end
         early after `stop_touching`.
         """
-        for name, places in self._places.items():
-            kept = [t for place in places for t in self._states.tensors(place.own_index, place.own_number).values()]
+        for name, locations in self._locations.items():
+            kept = [
+                t
+                for location in locations
+                for t in self._states.tensors(location.own_index, location.own_number).values()
+            ]
             for tensor in (*kept, self._weights.borrow(name)):
                 for part in torch.split(tensor, _TOUCHED):
                     if self._stopped:
@@ -194,7 +198,7 @@ class Journal:
 
     def close(self) -> None:
         """Free the memory; other methods must not be called then."""
-        self._places.clear()
+        self._locations.clear()
         self._read.clear()
         self._states.close()
         self._weights.close()

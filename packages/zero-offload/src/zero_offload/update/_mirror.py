@@ -57,15 +57,15 @@ def copy_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return copies of the parameter groups' current options, without ``params``; schedulers change the originals while
     a step runs, and what is in them: a list of betas, a tensor.
     """
-    return [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
+    return [{key: _copy_option(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
-def _copied(value: Any) -> Any:
+def _copy_option(value: Any) -> Any:
     """Return a copy of an option: of a tensor, and of all that lists, tuples and dicts hold; other values are the same
     objects.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+        return {key: _copy_option(item) for key, item in value.items()}
+    return type(value)(map(_copy_option, value)) if type(value) in (list, tuple) else value

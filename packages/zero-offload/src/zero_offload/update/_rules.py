@@ -171,20 +171,20 @@ def _lion(batch: KernelOperands, group: Group) -> None:
     )
 
 
-def _zero(group: Group) -> float:
+def _zero_initial(group: Group) -> float:
     """Return 0, the value that the moments of every parameter group start with."""
     return 0.0
 
 
 _REFUSED = ("amsgrad", "differentiable")
 _ADAM_MOMENTS = (("exp_avg", False), ("exp_avg_sq", True))
-_ADAM = Rule(torch.optim.Adam, lambda group: _ADAM_MOMENTS, _zero, _adam, _REFUSED)
-_ADAMW = Rule(torch.optim.AdamW, lambda group: _ADAM_MOMENTS, _zero, _adam, _REFUSED)
+_ADAM = Rule(torch.optim.Adam, lambda group: _ADAM_MOMENTS, _zero_initial, _adam, _REFUSED)
+_ADAMW = Rule(torch.optim.AdamW, lambda group: _ADAM_MOMENTS, _zero_initial, _adam, _REFUSED)
 _FUSED_ADAM, _FUSED_ADAMW = replace(_ADAM, fused=True), replace(_ADAMW, fused=True)
 _SGD = Rule(
     torch.optim.SGD,
     lambda group: (("momentum_buffer", False),) if group["momentum"] else (),
-    _zero,
+    _zero_initial,
     _sgd,
     _REFUSED,
 )
@@ -195,7 +195,7 @@ _ADAGRAD = Rule(
     _adagrad,
     _REFUSED,
 )
-_LION = Rule(CPULion, lambda group: (("exp_avg", False),), _zero, _lion)
+_LION = Rule(CPULion, lambda group: (("exp_avg", False),), _zero_initial, _lion)
 
 _BY_NAME = {"adagrad": _ADAGRAD, "adam": _FUSED_ADAM, "adamw": _FUSED_ADAMW, "lion": _LION, "sgd": _SGD}
 _BY_CLASS: Sequence[tuple[type, Rule]] = (
@@ -217,15 +217,15 @@ def has_rule(optimizer: OptimizerLike) -> bool:
 
     A class that merely wraps another optimizer's arithmetic names that class in its attribute ``same_arithmetic_as``.
     """
-    return _lookup(optimizer) is not None
+    return _rule_with_kernel(optimizer) is not None
 
 
-def _lookup(optimizer: OptimizerLike) -> Rule | None:
+def _rule_with_kernel(optimizer: OptimizerLike) -> Rule | None:
     """Return the rule with a kernel for an optimizer, as `has_rule` says; None if there is none."""
     if isinstance(optimizer, str):
         return _BY_NAME.get(optimizer.lower())
     if isinstance(optimizer, torch.optim.Optimizer):
-        known, is_torch = _lookup(type(optimizer)), type(optimizer).__module__.startswith("torch.optim.")
+        known, is_torch = _rule_with_kernel(type(optimizer)), type(optimizer).__module__.startswith("torch.optim.")
         refused = known.refused if known is not None and is_torch else ()  # a class of ours lacks them itself
         return None if any(group.get(option) for group in optimizer.param_groups for option in refused) else known
     kind = getattr(optimizer, "same_arithmetic_as", optimizer)
@@ -238,16 +238,16 @@ def find_rule(optimizer: OptimizerLike) -> Rule:
 
     ValueError for a name or a class without a kernel, and for an object that a tier cannot step (`probe_states`).
     """
-    found = _lookup(optimizer)
+    found = _rule_with_kernel(optimizer)
     if found is None and isinstance(optimizer, torch.optim.Optimizer):
-        return _stepping_copy(optimizer)
+        return _rule_by_copies(optimizer)
     if found is None:
         told = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", repr(optimizer))
         raise ValueError(f"optimizer: expected Adagrad, Adam, AdamW, Lion or SGD, by name or class, got {told}")
     return found
 
 
-def _stepping_copy(optimizer: torch.optim.Optimizer) -> Rule:
+def _rule_by_copies(optimizer: torch.optim.Optimizer) -> Rule:
     """Return the rule by which copies of ``optimizer`` step. Raises the ValueError of `probe_states`."""
     probed: dict[tuple[tuple[str, bool], ...], ProbedStates] = {}
 
@@ -263,7 +263,7 @@ def _stepping_copy(optimizer: torch.optim.Optimizer) -> Rule:
     return Rule(
         type(optimizer),
         lambda group: tuple((name, False) for name in states(group).moments),
-        _zero,
+        _zero_initial,
         None,
         ("differentiable",),
         make=partial(copy_of, optimizer, [torch.zeros(0)], optimizer.param_groups[0]),

@@ -35,7 +35,7 @@ class Assumed(NamedTuple):
             self.grad_scale == other.grad_scale
             and len(self.options) == len(other.options)
             and all(
-                one.keys() == two.keys() and all(_is_same(value, two[key]) for key, value in one.items())
+                one.keys() == two.keys() and all(_are_same_options(value, two[key]) for key, value in one.items())
                 for one, two in zip(self.options, other.options, strict=True)
             )
         )
@@ -166,7 +166,7 @@ def _are_settled(fragments: Sequence[KeptFragment]) -> bool:
     return all(fragment.is_settled for fragment in fragments)
 
 
-def _is_same(x: Any, y: Any) -> bool:
+def _are_same_options(x: Any, y: Any) -> bool:
     """Return whether two options are equal; a tensor is equal to a tensor of the same values and dtype."""
     if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
         return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dtype == y.dtype and x.equal(y)

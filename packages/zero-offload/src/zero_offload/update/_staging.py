@@ -136,7 +136,7 @@ class StagedSlices:
             self._gradients.prefetch(later)
             self._expect_weights(later)
         side = position % 2
-        _wait(self._outgoing[side])  # the block's weights of two slices ago must have left
+        _synchronize(self._outgoing[side])  # the block's weights of two slices ago must have left
         self._outgoing[side] = None
         offset = 0
         staged_spans: list[StagedSpan] = []
@@ -149,7 +149,7 @@ class StagedSlices:
                 staged_spans.append(StagedSpan(number, span, grad, out, weights))
                 continue
             if self.is_away(grad.base):
-                staged = self._staging_place(side, offset, grad)
+                staged = self._staging_span(side, offset, grad)
                 offset += _aligned(nbytes_of(staged.base))
                 self._incoming[side] = self._in.copy(staged.base, grad.view()) or self._incoming[side]
                 grad = staged
@@ -159,7 +159,7 @@ class StagedSlices:
                         f"'{span.fragment.shard.name}': expected weights in host memory, to be updated in place, "
                         f"got them on {weights.base.device}; plan the shard with in_place=False"
                     )
-                out = self._staging_place(side, offset, weights)
+                out = self._staging_span(side, offset, weights)
                 offset += _aligned(nbytes_of(out.base))
             staged_spans.append(StagedSpan(number, span, grad, out, weights))
         self._started[position] = staged_spans
@@ -169,7 +169,7 @@ class StagedSlices:
         arrived; their host memory is valid until `finish`.
         """
         side = position % 2
-        _wait(self._incoming[side])
+        _synchronize(self._incoming[side])
         self._incoming[side] = None
         return self._started[position]
 
@@ -201,7 +201,7 @@ class StagedSlices:
         of giving back are suppressed.
         """
         for event in (*self._incoming, *self._outgoing):
-            _wait(event)
+            _synchronize(event)
         self._incoming, self._outgoing = [None, None], [None, None]
         self._started.clear()
         self._gradients.abort()
@@ -210,7 +210,7 @@ class StagedSlices:
             with suppress(OffloadError):  # the failure that led here is the one to be told
                 self._weights.give_back(shard, dirty=True)
 
-    def _staging_place(self, side: int, offset: int, piece: FlatSpan) -> FlatSpan:
+    def _staging_span(self, side: int, offset: int, piece: FlatSpan) -> FlatSpan:
         """Return a span of a staging buffer (``side`` 0 or 1), ``offset`` bytes from its start, with the length and
         dtype of ``piece``. Its content is not set.
         """
@@ -238,7 +238,7 @@ class StagedSlices:
         return self._borrowed[shard.name]
 
 
-def _wait(event: torch.Event | None) -> None:
+def _synchronize(event: torch.Event | None) -> None:
     """Block until the event has completed; return at once for None."""
     if event is not None and not event.query():
         event.synchronize()

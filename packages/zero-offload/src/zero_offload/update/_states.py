@@ -87,12 +87,12 @@ def as_values(fragment: KeptFragment, state: State) -> dict[str, torch.Tensor]:
             codes, scales = state[kind.name], state[kind.name + _SCALE]
             wide = torch.empty(codes.shape, dtype=torch.float32)
             addresses = codes.data_ptr(), scales.data_ptr(), wide.data_ptr()
-            dequantize_blocks(*addresses, wide.numel(), code=_code(kind), block=BLOCK)
+            dequantize_blocks(*addresses, wide.numel(), code=_code_format(kind), block=BLOCK)
             values[kind.name] = wide
     return values
 
 
-def _code(kind: StateKind) -> Literal["e4m3", "u5e3"]:
+def _code_format(kind: StateKind) -> Literal["e4m3", "u5e3"]:
     """Return the 8-bit format of a moment's elements: "u5e3", unsigned, for a second moment, else "e4m3"."""
     return "u5e3" if kind.second else "e4m3"
 
@@ -168,7 +168,7 @@ def _write_span(span: FragmentSpan, tensors: Tensors, state: State) -> None:
             wide = part.to("cpu", torch.float32).contiguous()
             codes, scales = tensors[kind.name], tensors[kind.name + _SCALE]
             addresses = wide.data_ptr(), codes.data_ptr(), scales.data_ptr()
-            quantize_blocks(*addresses, span.length, code=_code(kind), block=BLOCK)
+            quantize_blocks(*addresses, span.length, code=_code_format(kind), block=BLOCK)
         else:
             tensors[kind.name].copy_(part)
 

@@ -53,7 +53,7 @@ def run_step(
         if torch_steps is not None:
             torch_steps.begin()
     active = tier.order([i for i, slice_ in enumerate(slices) if any(span.fragment in fragments for span in slice_)])
-    staged.begin(active, absent=absent, rewritten=_rewritten(fragments))
+    staged.begin(active, absent=absent, rewritten=_rewritten_shards(fragments))
     try:
         staged.start(0)
         with closing(tier.visit(active, dirty=True)) as visits:  # type: ignore[type-var]
@@ -99,7 +99,7 @@ def _names_text(staged_spans: Sequence[StagedSpan]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else ""
 
 
-def _rewritten(fragments: Collection[KeptFragment]) -> set[str]:
+def _rewritten_shards(fragments: Collection[KeptFragment]) -> set[str]:
     """Return the names of the shards of which a step over ``fragments`` writes every element and reads none: all
     elements but padding are in these fragments, whose masters are valid.
     """

@@ -104,7 +104,7 @@ class HostTier:
         use = HostUse("masters and optimizer states", on_device=on_device, parts=parts)
         self._nbytes = host_bytes(slices)
         self._block = HostBlock(self._nbytes, use)
-        self._keep([[{} for _ in slice_] for slice_ in slices])
+        self._set_own_tensors([[{} for _ in slice_] for slice_ in slices])
         places = [
             (kind, span, self._own[index][number])
             for index, slice_ in enumerate(slices)
@@ -117,7 +117,7 @@ class HostTier:
             tensors[kind.name] = self._block.view(position, kind.items(span.length), kind.dtype)
             position += kind.nbytes(span.length)
 
-    def _keep(self, own: list[list[SpanTensors]]) -> None:
+    def _set_own_tensors(self, own: list[list[SpanTensors]]) -> None:
         """Make ``own``, the tensors of each span of each slice, those of this tier until `exchange`, and from every
         `reset` on.
         """
@@ -147,7 +147,7 @@ class HostTier:
         """Undo every `exchange`, also one that was cut short; the content of a slice may be anything until the caller
         writes it. The tiers that it exchanged with are to be reset, too.
         """
-        self._keep(self._own)
+        self._set_own_tensors(self._own)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the states as ``states``, or as ``device`` if they count as device memory; ``ring`` and
@@ -181,7 +181,7 @@ class HostTier:
 
     def close(self) -> None:
         """Free the block; tensors over it keep it alive."""
-        self._keep([])
+        self._set_own_tensors([])
         self._nbytes, self._block = 0, HostBlock(0, HostUse("nothing"))
 
 
@@ -193,7 +193,7 @@ class DeviceTier(HostTier):
     def __init__(self, slices: Sequence[Slice], device: torch.device) -> None:
         super().__init__((), on_device=True)
         self._nbytes = host_bytes(slices)
-        self._keep(
+        self._set_own_tensors(
             [
                 [
                     {k.name: torch.empty(k.items(s.length), dtype=k.dtype, device=device) for k in s.fragment.kinds}

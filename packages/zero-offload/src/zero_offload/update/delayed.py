@@ -158,9 +158,11 @@ class DelayedUpdate:
         self._updated_shards = set(gradients)
         self._sets.reverse()
         self._sets[0].clear()
-        self._running = self._thread.submit(self._run, self._copied, grad_scale, frozenset(absent), gradients)
+        self._running = self._thread.submit(
+            self._step_in_thread, self._copied, grad_scale, frozenset(absent), gradients
+        )
 
-    def _run(
+    def _step_in_thread(
         self,
         copied: torch.Event | None,
         grad_scale: float,

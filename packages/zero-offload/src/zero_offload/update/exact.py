@@ -173,7 +173,7 @@ class ExactUpdate(OffloadedUpdate):
         """Remember how many gradients each shard has had for this step, and begin to count those for the next."""
         self._usual, self._reductions = self._reductions or self._usual, {}
 
-    def _collected(self) -> CollectedGradients:
+    def _collected_gradients(self) -> CollectedGradients:
         """Return the collected gradients; OffloadError after `close`."""
         self._check_open()
         return self._gradients
@@ -263,7 +263,7 @@ class ExactUpdate(OffloadedUpdate):
         if isinstance(given, CallerGradients):
             given.give({shard: self._gradients.memory_of(shard) for shard in shards})
             with torch.no_grad():
-                self._run(grad_scale, absent)
+                self._update_fragments(grad_scale, absent)
             given.clear()
 
     def await_update(self, shard: str) -> None:

@@ -115,13 +115,13 @@ class OffloadedUpdate:
         If not, its content is arbitrary. Give it back by `give_back_gradient` before the next call for the same shard.
         ShardError if the shard is not updated here; OffloadError if the caller keeps the gradients, or after `close`.
         """
-        return self._collected().borrow(shard)
+        return self._collected_gradients().borrow(shard)
 
     def give_back_gradient(self, shard: str) -> None:
         """Take over the gradient in the borrowed memory, which the caller must not use any more: the shard has one
         now.
         """
-        self._collected().give_back(shard, dirty=True)
+        self._collected_gradients().give_back(shard, dirty=True)
 
     def add_gradient(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         """Add a shard's gradient (1-D, on any device) to the sum of earlier ones. Return the sum on that device, in 1-D
@@ -129,13 +129,13 @@ class OffloadedUpdate:
 
         The tensor may be freed at once, but not written before `flush` or the step. Errors as in `borrow_gradient`.
         """
-        return self._collected().add(shard, gradient)
+        return self._collected_gradients().add(shard, gradient)
 
     def join_gradients(self) -> None:
         """Make the accelerator's current stream wait for the gradients that are on their way to host memory, so that
         work queued from now on follows them; the host does not wait. OffloadError if the caller keeps them.
         """
-        self._collected().join()
+        self._collected_gradients().join()
 
     def has_gradient(self, shard: str) -> bool:
         """Return whether a shard has a gradient for the next step; False between steps if the caller keeps the
@@ -147,13 +147,13 @@ class OffloadedUpdate:
         """Return a context manager that yields a shard's gradient in host memory (1-D), to be read or, with ``dirty``,
         changed. ShardError on entry if there is none; OffloadError if the caller keeps the gradients.
         """
-        return borrowed_gradient(self._collected(), shard, dirty=dirty)
+        return borrowed_gradient(self._collected_gradients(), shard, dirty=dirty)
 
     def clear_gradients(self) -> None:
         """Discard all gradients; collected ones stay, also beyond a step, until this is called."""
         self._parts.gradients.clear()
 
-    def _collected(self) -> CollectedGradients:
+    def _collected_gradients(self) -> CollectedGradients:
         """Return the collected gradients; OffloadError if the caller keeps the gradients, or after `close`."""
         self._check_open()
         if isinstance(self._parts.gradients, CallerGradients):
@@ -186,12 +186,12 @@ class OffloadedUpdate:
         if isinstance(self._parts.gradients, CallerGradients) and gradients is not None:
             self._parts.gradients.give(gradients)
         self._failed = True
-        self._run(grad_scale, absent)
+        self._update_fragments(grad_scale, absent)
         self._failed = False
         if caller:
             self._parts.gradients.clear()
 
-    def _run(self, grad_scale: float, absent: Collection[str]) -> None:
+    def _update_fragments(self, grad_scale: float, absent: Collection[str]) -> None:
         """Update the fragments of all shards that have a gradient, except those named in ``absent``, as `step` does."""
         fragments = {
             fragment
