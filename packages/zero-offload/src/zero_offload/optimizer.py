@@ -1,4 +1,6 @@
-"""The optimizer as users of plain PyTorch see it."""
+"""An optimizer for plain PyTorch, with masters and states on the host or in files, and gradients there too if asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # Construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; for the base class's constructor. ValueError afterwards: memory has its exact size."""
+        """Add a parameter group while the base class's constructor runs; ValueError afterwards, since memory has been
+        allocated in exact sizes.
+        """
         if self._sealed_groups:
             raise ValueError(
                 "parameter groups cannot be added to an offloaded optimizer; make a new one with all groups"
@@ -123,8 +127,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _make_members(self) -> list[Member]:
-        """Return the parameters that require gradients, in order, with names and group numbers; TypeError for an
-        unsupported one.
+        """Return a `Member` for each parameter that requires gradients, in order, named as in the group or
+        ``param_<group>_<position>``; TypeError for a parameter of an unsupported dtype.
         """
         members: list[Member] = []
         for number, group in enumerate(self.param_groups):
@@ -136,8 +140,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return members
 
     def _one_device(self) -> torch.device:
-        """Return the device of all parameters that require gradients; without such parameters, the current accelerator,
-        else the CPU. ValueError if they are on several.
+        """Return the device of all parameters that require gradients; if there are none, the current accelerator, else
+        the CPU. ValueError if they are on several devices.
         """
         devices = {member.param.device for member in self._members}
         if len(devices) > 1:
@@ -149,7 +153,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0, error_if_nonfinite: bool = False) -> float:
-        """Have the next `step` clip all gradients together to ``max_norm``; return their norm before clipping.
+        """Have the next `step` clip all gradients together to the 2-norm ``max_norm``; return their norm before
+        clipping.
 
         Reads every gradient, from files too. ``grad_scale`` multiplies the gradients first; give `step` the same. The
         gradients stay unchanged: the factor, that of ``torch.nn.utils.clip_grad_norm_``, is applied while the step
@@ -172,10 +177,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
     ) -> float | None:
         """Update every parameter that has a gradient. ``closure`` is called first, with autograd on; its loss is
-        returned. ``grad_scale`` multiplies gradients (1 / loss scale). Gradients stay until `zero_grad`, unless
-        ``delayed``; the factor of `clip_grad_norm_` is used up. Weights that were changed in place since the last step
-        (loaded, clamped) replace their masters first. TypeError or ValueError for gradients that the kernels cannot
-        read; nothing was changed then. OffloadError after a step that failed, and after `close`.
+        returned, else None. ``grad_scale`` multiplies gradients (1 / loss scale). Gradients stay until `zero_grad`,
+        unless ``delayed``; the factor of `clip_grad_norm_` is used up.
+
+        Weights that were changed in place since the last step (loaded, clamped) replace their masters first. TypeError
+        or ValueError for gradients that the kernels cannot read; nothing was changed then. OffloadError after a step
+        that failed, and after `close`.
         """
         loss = None
         if closure is not None:
@@ -208,7 +215,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._note_written(known)
 
     def _note_written(self, members: Sequence[Member]) -> None:
-        """Record that the members' weights are now those of their masters, and raise the parameters' version counters,
+        """Record that the weights of these members now equal their masters, and raise the parameters' version counters,
         so that autograd refuses graphs that saved the old weights.
         """
         for member in members:
@@ -217,20 +224,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             member.version = member.param._version
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also those moved to the host or to files, and the factor of `clip_grad_norm_`.
-        ``set_to_none`` false zeroes ``p.grad`` instead. Gradients that a running delayed step uses stay.
+        """Clear all gradients, also those moved to the host or to files, and the factor of `clip_grad_norm_`. With
+        ``set_to_none`` false, ``p.grad`` is zeroed instead of set to None. Gradients that a running delayed step uses
+        stay.
         """
         super().zero_grad(set_to_none)
         self._clip = 1.0
         self._update.clear_gradients()
 
     def _kept_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients in ``p.grad``, 1-D, by parameter name; copies only where they are not contiguous."""
+        """Return the gradients in ``p.grad``, 1-D, by parameter name, without a copy unless they are not contiguous;
+        parameters that have none are left out.
+        """
         found = {member.name: flat_gradient(member) for member in self._members}
         return {name: grad for name, grad in found.items() if grad is not None}
 
     def _has_gradient(self, member: Member, kept: dict[str, torch.Tensor] | None) -> bool:
-        """Return whether a member has a gradient: in ``kept``, or collected by the update if ``kept`` is None."""
+        """Return whether a member has a gradient: one in ``kept``, what `_kept_gradients` returned, or one that the
+        update has collected if ``kept`` is None.
+        """
         return self._update.has_gradient(member.name) if kept is None else member.name in kept
 
     def _norm_squared(self) -> float:
@@ -245,8 +257,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return squared
 
     def _check_gradients(self) -> None:
-        """Raise TypeError or ValueError for gradients that the kernels cannot read, or of parameters unfrozen too
-        late.
+        """Raise TypeError or ValueError for gradients that the kernels cannot read, and for gradients of parameters
+        that did not require one when this optimizer was made.
         """
         known = {id(member.param) for member in self._members}
         for member in self._members:
@@ -281,12 +293,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, from any tier, or of torch's optimizer of the same name; block until it is on
+        """Load the state of this class, from any tier, or of torch's optimizer of the same name; return once it is on
         the tier.
 
-        A missing master is made from the parameter at the next step, an option missing in a saved group is that of the
-        constructor. A running delayed step is dropped. ValueError when groups, shapes or dtypes do not fit; nothing was
-        changed then.
+        A missing master is made from the parameter at the next step; an option that is missing in a saved group gets
+        the constructor's value. A running delayed step is dropped. ValueError when groups, shapes or dtypes do not fit;
+        nothing was changed then. OffloadError after `close`.
         """
         self._check_open()
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -311,13 +323,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._clip = 1.0
 
     def _parameter_numbers(self) -> dict[int, int]:
-        """Return the number of each parameter in a state dict, by the parameter's id()."""
+        """Return the number that each parameter has in a state dict, by the parameter's id()."""
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         return {id(param): number for number, param in enumerate(params)}
 
     def seal(self) -> Sealed | None:
-        """`finish`, then make the files of the state permanent, so that a checkpoint can link to them; None if there
-        are no files. See `OffloadedUpdate.seal`.
+        """`finish`, then make the files of the state permanent, so that a checkpoint can link to them, and return them;
+        None if there are no files. See `OffloadedUpdate.seal`.
         """
         self.finish()
         return self._update.seal()
@@ -344,7 +356,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._update.bytes_written_per_day()
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what was done with each folder of masters and moments so far; nothing without files."""
+        """Return, for each folder of masters and moments, the bytes written and read so far, its speed and its state;
+        empty without files.
+        """
         return self._update.path_use()
 
     def flush(self) -> None:
@@ -378,7 +392,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _groups_of(optimizer: weakref.ref[OffloadedOptimizer]) -> list[dict[str, Any]]:
-    """Return the current parameter groups of an optimizer; an empty list if it was garbage-collected."""
+    """Return the present parameter groups of the optimizer that a weak reference refers to; an empty list if it was
+    garbage-collected.
+    """
     alive = optimizer()
     return [] if alive is None else alive.param_groups
 

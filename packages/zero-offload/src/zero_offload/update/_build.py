@@ -42,10 +42,10 @@ GradientPlace = Literal["host", "nvme", "caller"]
 class UpdateParts:
     """The parts of an update.
 
-    ``slices``: all of them. ``in_memory``: if some slices are in files, the slices that are not. ``tier``: keeps
+    ``slices``: all of them. ``in_memory``: if some slices are in files, those that are not; else empty. ``tier``: keeps
     masters and moments. ``gradients``: what the step reads. ``staged``: brings gradients and weights to the kernels.
-    ``on_device``: updates the slices that stay on an accelerator. ``on_host``: updates the others, where there is no
-    kernel. ``plan``: bytes by what holds them. ``paths``: the folders of the files, None without files.
+    ``on_device``: updates the slices that stay on an accelerator. ``on_host``: updates the others if there is no
+    kernel, else None. ``plan``: bytes by what holds them. ``paths``: the folders of the files, None without files.
     """
 
     slices: Sequence[Slice]
@@ -70,12 +70,12 @@ def build(
     budget: HostBudget,
     trace: Trace | None,
 ) -> UpdateParts:
-    """Cut the fragments into slices, plan the memory, check the plan against ``budget``, to which it is added, and
-    allocate.
+    """Cut the fragments into slices, plan their memory, check the plan against ``budget``, to which it is added,
+    allocate, and return the parts.
 
-    ``rule``: of the optimizer. ``weights`` lends the shards. ``where``: the gradients are collected in ``"host"``
-    memory or in files (``"nvme"``), or the ``"caller"`` keeps them. ``device``: that of weights and gradients.
-    ``trace``: records the transfers.
+    ``rule``: of the optimizer. ``fragments``: those of all ``shards``. ``weights`` lends the shards. ``where``: the
+    gradients are collected in ``"host"`` memory or in files (``"nvme"``), or the ``"caller"`` keeps them. ``device``:
+    that of weights and gradients. ``trace``, if not None, records the transfers.
 
     BudgetError if the plan does not fit; ValueError for options that exclude each other; OffloadError if the folders of
     the files cannot be used.
@@ -147,11 +147,10 @@ def check_room_for_seal(parts: UpdateParts) -> None:
 def _cut_into_slices(
     fragments: Sequence[KeptFragment], tier_options: TierOptions, ratio: float, weights: Weights
 ) -> tuple[list[Slice], list[Slice]]:
-    """Return the slices of the first ``ratio`` (0 to 1) of the elements, which are offloaded, and the slices of the
-    rest.
+    """Return (slices of the first ``ratio`` (0 to 1) of the elements, which are offloaded; slices of the rest).
 
-    Two slices are in work at a time, so where ``weights`` limits how many shards can be borrowed at a time, each slice
-    spans fewer than half of that number, but at least one.
+    Two slices are in work at a time. If ``weights`` limits how many shards can be borrowed at a time, each slice
+    therefore spans fewer than half of that number of shards, but at least one.
     """
     shards = max(1, (weights.lends_at_most - 1) // 2) if isinstance(weights, BoundedWeights) else None
     grain = BLOCK if tier_options.state_dtype == torch.int8 else 1
@@ -161,8 +160,8 @@ def _cut_into_slices(
 
 
 def _uses_files(fragments: Sequence[KeptFragment], tier_options: TierOptions, budget: HostBudget) -> bool:
-    """Return whether states go to files: with ``tier="nvme"``, and with ``tier="auto"``, where a warning says so, if
-    they do not fit into what ``budget`` leaves of host memory.
+    """Return whether states go to files: yes with ``tier="nvme"``, and with ``tier="auto"`` if they do not fit into
+    what ``budget`` leaves of host memory; a warning says so then.
     """
     if tier_options.tier != "auto":
         return tier_options.tier == "nvme"
@@ -177,7 +176,7 @@ def _uses_files(fragments: Sequence[KeptFragment], tier_options: TierOptions, bu
 
 
 def _nvme_options(tier_options: TierOptions) -> NvmeOptions:
-    """Return the options of files and buffers among ``tier_options``; without a path there are no folders."""
+    """Return those of ``tier_options`` that are about files and buffers; without a path the folders are empty."""
     return NvmeOptions(
         paths=SwapPaths(()) if tier_options.path is None else swap_paths(tier_options.path),
         buffer_count=tier_options.buffer_count,
@@ -193,8 +192,8 @@ def _nvme_options(tier_options: TierOptions) -> NvmeOptions:
 def _gradient_memory(
     shards: Sequence[ShardPlan], slices: Sequence[Slice], where: GradientPlace, buffer_count: int
 ) -> int:
-    """Return the bytes of host memory for collected gradients, as ``where`` says: for "host" those of all shards, for
-    "nvme" those of the buffers through which they go to files; 0 for "caller".
+    """Return the bytes of host memory for collected gradients. ``where``: "host", those of all ``shards``; "nvme", the
+    buffers through which gradients go to files; "caller", 0.
     """
     if where == "caller":
         return 0
@@ -202,8 +201,8 @@ def _gradient_memory(
 
 
 def _declare_needs(budget: HostBudget, plan: Mapping[str, int], paths: NvmePath | None) -> None:
-    """Add the plan's bytes to the budget as needs: memory for each purpose, and disk space in the shares of
-    ``paths``.
+    """Add the bytes of ``plan`` to the budget as needs: memory for each purpose and, if ``paths`` is not None, disk
+    space in its folders.
     """
     purposes = {
         "device": "masters and optimizer states that are not offloaded",
@@ -227,13 +226,12 @@ def _make_tier(
     options: NvmeOptions,
     trace: Trace | None,
 ) -> Tier:
-    """Return the tier that keeps all slices, in files, in host memory, or ``on_device`` (not offloaded); a `SplitTier`
-    if they are in two of these places.
+    """Return the tier that keeps the slices ``in_files``, ``in_memory`` (of the host) and ``on_device`` (not
+    offloaded): a `SplitTier` if two of these have slices. Files and ``on_device`` cannot be combined.
 
-    Slices in files may be combined with slices in memory, or those with ``on_device``; on the CPU the latter are host
-    memory that counts as the device's. What an accelerator updates is visited first: the host updates beside it.
-    Allocates memory and opens files, for the caller to `close`; nothing stays open if it raises: OffloadError if the
-    folders cannot be used, and what the system raises without memory.
+    On the CPU, ``on_device`` slices are in host memory that counts as the device's. What an accelerator updates is
+    visited first, so that the host updates the rest beside it. The caller closes the tier; if this raises, nothing
+    stays open: OffloadError if the folders cannot be used, OSError if there is not enough memory.
     """
     if in_files:
         files = NvmeTier(in_files, options, trace)
@@ -260,8 +258,9 @@ def _make_gradients(
     pin: bool,
     trace: Trace | None,
 ) -> Gradients:
-    """Return the object that keeps the gradients where ``where`` says: with the caller, in host memory (but for those
-    of the slices ``kept`` on an accelerator), or in files. It allocates memory and opens files.
+    """Return the object that keeps the gradients, as ``where`` says: with the caller, in host memory (but on the
+    accelerator for the slices ``kept`` there), or in files. It allocates memory and opens files; the arguments are
+    those of its class.
     """
     if where == "caller":
         return CallerGradients(shards, slices)

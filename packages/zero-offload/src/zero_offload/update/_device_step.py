@@ -23,7 +23,8 @@ _HOST = torch.device("cpu")
 
 
 class DeviceSteps:
-    """Steps by torch's optimizer over the slices whose index is ``first`` or more; a container of these indices.
+    """Steps by torch's optimizer, for the slices whose index is ``first`` or more; ``index in steps`` tells whether a
+    slice is one of these. Per step: `begin`, `run` for each slice, and `commit` if all went well.
 
     The optimizer is ``rule.template``, or what ``rule.make`` returns, with the options of the parameter groups, so the
     results have the bits of that optimizer without offload. Its states are the tensors of the tier, on ``device``. On
@@ -40,7 +41,7 @@ class DeviceSteps:
         self._numbers: dict[KeptFragment, dict[str, torch.Tensor]] = {}
 
     def __contains__(self, index: object) -> bool:
-        """Return whether the slice with this index stays on the device."""
+        """Return whether the slice with this index is updated here."""
         return isinstance(index, int) and index >= self._first
 
     def run(
@@ -51,8 +52,9 @@ class DeviceSteps:
         grad_scale: float,
     ) -> None:
         """Update the spans of one slice and write their new weights. ``groups``: the parameter groups, by number.
-        ``tensors``: the states of every span of the slice, by kind, updated in place. ``grad_scale`` multiplies
-        gradients, which are not changed.
+        ``staged_spans``: the spans that have a gradient, with gradients and weights. ``tensors``: the states of every
+        span of the slice, by kind, updated in place. ``grad_scale`` multiplies gradients, which are not changed.
+        OffloadError for states that the optimizer needs and the fragment lacks, or keeps and the tier has no room for.
         """
         by_group: dict[int, list[StagedSpan]] = {}
         for staged_span in staged_spans:
@@ -91,8 +93,8 @@ class DeviceSteps:
         self._numbers = {}
 
     def _optimizer_for(self, number: int, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return torch's optimizer for parameter group ``number``, made on first use, with the options that ``group``
-        has now. Its parameters are those of the last `run`.
+        """Return torch's optimizer for parameter group ``number``, made on first use, with the present options of
+        ``group``. Its parameters are still those of the last `run`.
         """
         optimizer = self._optimizers.get(number)
         if optimizer is None:
@@ -110,9 +112,8 @@ class DeviceSteps:
         return optimizer
 
     def _parameter_for(self, staged_span: StagedSpan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the tensor that the optimizer knows a span by, the same object at every step, which holds the span's
-        master until the end of `run`, or else its weights on the device. A tier may keep a master elsewhere at every
-        step.
+        """Return the tensor that the optimizer knows a span by: the same object at every step, with the span's master
+        (from ``tensors``, by kind) as its content, or the span's weights on the device if there is no master.
         """
         fragment, key = staged_span.span.fragment, (staged_span.span.fragment, staged_span.span.begin)
         values = tensors[MASTER] if fragment.keeps_master else staged_span.weights.view().to(self._device)
@@ -127,8 +128,10 @@ class DeviceSteps:
         parameter: torch.Tensor,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        """Give the optimizer the states of a span (``tensors``, by kind) and the number of its steps. SGD's buffer is
-        left out of a step without earlier moments, which sets it to the gradient.
+        """Give the optimizer the states of a span (``tensors``, by kind) and its step number, as the state of
+        ``parameter``. Before the first step an optimizer that ``rule.make`` has made gets none and makes its own; SGD's
+        buffer is left out then, so that SGD sets it to the gradient. OffloadError if a state that the optimizer needs
+        was not loaded.
         """
         if self._rule.make is not None and not fragment.has_moments:
             optimizer.state.pop(parameter, None)  # the optimizer makes its first states itself
@@ -152,8 +155,8 @@ class DeviceSteps:
         self._counted[parameter] = fragment.step + 1
 
     def _number_for(self, fragment: KeptFragment, name: str, like: Any, where: torch.device) -> Any:
-        """Return a fragment's number ``name`` in the type of ``like``: a new tensor on the device ``where`` if that is
-        a tensor, else a Python number. OffloadError if the fragment has none.
+        """Return a fragment's number ``name`` in the type of ``like``: a new tensor on the device ``where`` if ``like``
+        is a tensor, else a Python number. OffloadError if the fragment has no such number.
         """
         kept = fragment.numbers.get(name)
         if kept is None:
@@ -161,8 +164,8 @@ class DeviceSteps:
         return kept.to(where, like.dtype, copy=True) if isinstance(like, torch.Tensor) else type(like)(kept.item())
 
     def _missing_state_error(self, fragment: KeptFragment, name: str) -> OffloadError:
-        """Return the error for states of a fragment that were written without ``name``, whose first value only the
-        optimizer knows.
+        """Return the error, to be raised, for a fragment whose loaded states lack ``name``, of which only the optimizer
+        knows the first value.
         """
         return OffloadError(
             f"'{fragment.name}': {self._rule.template.__name__} keeps '{name}', which the states that were loaded or "
@@ -176,9 +179,9 @@ class DeviceSteps:
         parameter: torch.Tensor,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        """Copy the states that the optimizer has made itself into those of the span (``tensors``, by kind); states that
-        it updated in place need no copy. Keep its numbers for `commit`. OffloadError for a state that the probe of the
-        optimizer has not shown, which would be lost.
+        """Copy the states of ``parameter`` that the optimizer has made itself into those of the span (``tensors``, by
+        kind); states that it updated in place need no copy. Keep its numbers for `commit`. OffloadError for a state
+        that the probe of the optimizer has not shown, which would be lost.
         """
         if self._rule.make is not None:
             known = {_STEP, *(kind.name for kind in fragment.moments), *self._rule.numbers(optimizer.param_groups[0])}
@@ -202,8 +205,8 @@ class DeviceSteps:
 
 
 def _copy_if_moved(parameter: torch.Tensor, master: torch.Tensor) -> None:
-    """Copy the values of ``parameter`` to ``master``, of the same shape, unless they are there: ``p.data = …`` in a
-    step puts them elsewhere.
+    """Copy the values of ``parameter`` to ``master``, of the same shape, if they are in other memory: an optimizer's
+    ``p.data = …`` puts them there.
     """
     if parameter.data_ptr() != master.data_ptr():
         master.copy_(parameter)

@@ -1,5 +1,6 @@
 """Gradients kept in files between backward and the step. A slice is the spans of fragments that are updated together;
-its index is its place in the list of slices.
+its index is its position in the list of slices. A pack is what one buffer holds: parts of extents that are read and
+written together.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def gradient_ring_bytes(shards: Sequence[ShardPlan], slices: Sequence[Slice], bu
 
 
 def _buffer_count(buffer_count: int) -> int:
-    """Return ``buffer_count``, raised to the minimum of 4. Gradients that arrive from the device hold all but two of
-    the buffers; the others are for the one that is borrowed and the one that is being written.
+    """Return ``buffer_count``, raised to at least 4: gradients that arrive from the device hold all but two of the
+    buffers, and one each is for the gradient that is borrowed and the one that is being written.
     """
     return max(buffer_count, _MIN_BUFFERS)
 
@@ -96,8 +97,8 @@ class NvmeGradients:
             raise
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
-        """Return a shard's part of a buffer (1-D, in its ``grad_dtype``), valid until `give_back`, and whether it holds
-        the sum so far, read from its file if need be; if not, its content is arbitrary.
+        """Return a buffer for a shard's gradient (1-D, in its ``grad_dtype``), valid until `give_back`, and whether it
+        holds the sum of the gradients so far, read from the file if need be; if not, its content is arbitrary.
 
         Starts writing gradients that have arrived from the device, and waits for others until a buffer is left, or for
         all of them if this shard's is on its way. ShardError for an unknown shard or a failed transfer; StoreFullError
@@ -111,9 +112,9 @@ class NvmeGradients:
         return self._ring.acquire(pack, fresh=not again)[: pack.parts[0].nbytes].view(dtype), again
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
-        """End one `borrow`. With ``dirty`` start writing the gradient to its file, and the shard has one from now on;
-        without, forget the buffer's content if the shard has none. ShardError for an unknown shard, and for one that is
-        not borrowed.
+        """End one `borrow`. With ``dirty`` start writing the gradient to its file; the shard has a gradient from now
+        on. Without, the buffer was not changed, and its content is forgotten if the shard has no gradient. ShardError
+        for an unknown shard, and for one that is not borrowed.
         """
         pack, _ = known_shard(self._shards, shard)
         if dirty:
@@ -125,8 +126,9 @@ class NvmeGradients:
             self._ring.drop(pack)
 
     def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Start copying a gradient to a buffer, added to the sum so far; it is written to its file in a later call,
-        once it has arrived. The tensor may be freed at once. Return the sum as one part. Waits as `borrow` does.
+        """Start copying a gradient to a buffer, added to the sum so far; return the sum on the gradient's device, as
+        one part. A later call writes it to its file, once it has arrived. The tensor may be freed at once, but not
+        written before `flush`. Waits and raises as `borrow` does.
         """
         own, again = self.borrow(shard)
         event, total = copy_to_host(self._copy_stream, own, gradient, again=again)
@@ -158,8 +160,8 @@ class NvmeGradients:
             self.give_back(shard, dirty=True)
 
     def prefetch(self, index: int) -> None:
-        """Start reading the gradients of slice ``index``, as far as buffers are free; do nothing if one of its shards
-        has none. Waits first for gradients that are arriving from the device.
+        """Start reading the gradients of slice ``index``, as far as buffers are free; do nothing if any of its shards
+        has no gradient. Waits first for gradients that are arriving from the device.
         """
         self._write_arrived(at_most=0)
         pack, _ = self._packs[index]
@@ -167,8 +169,8 @@ class NvmeGradients:
             self._ring.prefetch([pack])
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
-        """Return the gradient of each span of slice ``index``, in a buffer, valid until `release`; None for a span
-        whose shard has none. Waits until they are read.
+        """Read and return the gradient of each span of slice ``index``, in a buffer, valid until `release`; None for a
+        span whose shard has no gradient. ShardError if one cannot be read.
         """
         self._write_arrived(at_most=0)
         present = {shard for shard in self._shards_of(index) if self.has(shard)}
@@ -193,8 +195,8 @@ class NvmeGradients:
         self._ring.drop(self._acquired.pop(index))
 
     def abort(self) -> None:
-        """Empty all buffers, after waiting for their transfers, and end the use of all acquired slices, after a step
-        that failed. Gradients in files stay.
+        """After a step that failed, empty all buffers, once their transfers have ended, and end the use of all acquired
+        slices. Gradients in files stay.
         """
         self._ring.forget()
         self._acquired.clear()
@@ -217,8 +219,8 @@ class NvmeGradients:
         return self._store.bytes_written()
 
     def flush(self) -> None:
-        """Block until every gradient has arrived from the device and is in its file; raise the first write
-        that failed.
+        """Block until every gradient has arrived from the device and is in its file; raise the first write that failed,
+        a ShardError.
         """
         self._write_arrived(at_most=0)
         self._ring.flush()
@@ -228,29 +230,29 @@ class NvmeGradients:
         self._store.close(remove=True)
 
     def _shards_of(self, index: int) -> dict[str, None]:
-        """Return the names of the shards that slice ``index`` has elements of, each once and in order, as the keys of a
-        dict.
+        """Return the names of the shards that slice ``index`` has elements of, in order, as the keys of a dict with
+        values None.
         """
         return {span.fragment.shard.name: None for span in self._slices[index]}
 
 
 def _extent_name(shard: ShardPlan) -> str:
-    """Return the name of the extent of a shard's gradient."""
+    """Return the name of the extent, in the store's files, of a shard's gradient."""
     return f"{shard.name}/gradient"
 
 
 def _shard_pack(shard: ShardPlan) -> Pack:
-    """Return the pack, what one buffer holds, with all of a shard's gradient."""
+    """Return the pack that holds all of a shard's gradient."""
     return lay_out(_extent_name(shard), [(_extent_name(shard), 0, shard.numel * shard.grad_dtype.itemsize)])
 
 
 def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tuple[Pack, dict[str, int]]:
-    """Return the pack (what one buffer holds) that slice number ``index`` reads, and the place of each shard's gradient
-    in the buffer.
+    """Return the pack that slice number ``index`` reads, and the origin of each shard's gradient in the buffer, by the
+    shard's name.
 
-    The pack has one range of bytes for each shard in the slice, or in the slice and ``only``: from the shard's first
-    span to the end of its last. A place is the offset, in bytes, at which element 0 of the shard's gradient would be;
-    it is negative where the range starts behind that element.
+    The pack has one range of bytes for each shard of the slice, or only for those in ``only`` if that is not None: from
+    the shard's first span to the end of its last. The origin is the offset, in bytes, at which element 0 of the shard's
+    gradient would be; it is negative if the range starts behind that element.
     """
     ranges: dict[str, tuple[ShardPlan, int, int]] = {}
     for span in slice_:

@@ -1,5 +1,5 @@
-"""Gradients kept by the caller or in host memory between backward and the step. A slice is the spans of fragments that
-are updated together; its index is its place in the list of slices.
+"""Gradients between backward and the step, kept by the caller or in host memory. A slice is the spans of fragments that
+are updated together; its index is its position in the list of slices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 class Gradients(Protocol):
     """The gradients that the step reads, one slice at a time. Per slice: `prefetch` (optional), `acquire`, use,
-    `release`.
+    `release`. A shard has a gradient from the time when one is handed over until `clear`.
     """
 
     def has(self, shard: str) -> bool:
@@ -142,8 +142,8 @@ class CallerGradients:
         """Do nothing: the caller has the gradients."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
-        """Return the span of the given gradient for each span of slice ``index``, without a copy; None where none was
-        given.
+        """Return, for each span of slice ``index``, the part of the given gradient that belongs to it, without a copy;
+        None for a span whose shard was given none.
         """
         given = [self._given.get(span.fragment.shard.name) for span in self._slices[index]]
         return [None if g is None else s.of_shard(g) for s, g in zip(self._slices[index], given, strict=True)]
@@ -160,7 +160,7 @@ class CallerGradients:
         self._given = {}
 
     def memory(self) -> dict[str, int]:
-        """Return bytes by tier: none, as the caller owns the gradients."""
+        """Return 0 bytes for ``gradients``, ``nvme`` and ``device``, as the caller owns the gradients."""
         return {"gradients": 0, "nvme": 0, "device": 0}
 
     def bytes_written(self) -> int:
@@ -211,7 +211,7 @@ class HostGradients:
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
         """Return the shard's part of the block (1-D), after its gradient has arrived from the device, and whether it
-        holds the sum so far; if not, its content is arbitrary. ShardError for an unknown shard.
+        holds the sum of the gradients so far; if not, its content is arbitrary. ShardError for an unknown shard.
         """
         self._wait_for(shard)
         return known_shard(self._views, shard), shard in self._present
@@ -225,9 +225,9 @@ class HostGradients:
             self._present.add(shard)
 
     def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Start copying a gradient to the shard's part of the block, added to the sum so far. The tensor may be freed
-        at once, but not written before `flush`. Return the sum as one part; the first time that is ``gradient`` itself.
-        ShardError for an unknown shard.
+        """Start copying a gradient to the shard's part of the block, added to the sum so far; return the sum on the
+        gradient's device, as one part, which for the first gradient is ``gradient`` itself. The tensor may be freed at
+        once, but not written before `flush`. ShardError for an unknown shard.
         """
         own, again = known_shard(self._views, shard), shard in self._present
         if gradient.device.type == "cpu":
@@ -244,13 +244,13 @@ class HostGradients:
             self._copy_stream.join(event)
 
     def arriving(self, shard: str) -> torch.Event | None:
-        """Return the event after which a shard's gradient has arrived from the device; None if it is not on its
-        way.
+        """Return the event that is reached when the shard's gradient has arrived from the device; None if none is on
+        its way.
         """
         return self._arriving.get(shard)
 
     def memory_of(self, shard: str) -> torch.Tensor:
-        """Return the shard's part of the block (1-D), without waiting for a gradient on its way there. ShardError for
+        """Return the shard's part of the block (1-D) at once, also while a gradient is on its way there. ShardError for
         an unknown shard.
         """
         return known_shard(self._views, shard)
@@ -320,10 +320,11 @@ def copy_to_host(
     stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, *, again: bool
 ) -> tuple[torch.Event | None, torch.Tensor]:
     """Start copying ``gradient`` to ``own``, host memory of the same size, or with ``again`` adding it to the content.
-    Return the event after which ``own`` is complete, None if it is already, and the sum on the gradient's device:
-    ``gradient`` itself, or with ``again`` another tensor.
+    Return (event, sum): the event that is reached when ``own`` is complete, None if it is already; and the sum on the
+    gradient's device, ``gradient`` itself unless ``again``.
 
-    On an accelerator the sum is computed there, so that the host does not wait for it.
+    On an accelerator the sum is computed there, so that the host does not wait for it. ``stream``: where the copies
+    run.
     """
     if not again:
         return stream.copy(own, gradient), gradient
@@ -337,10 +338,10 @@ def copy_to_host(
 
 @contextmanager
 def borrowed_gradient(gradients: CollectedGradients, shard: str, *, dirty: bool) -> Iterator[torch.Tensor]:
-    """Return a context manager that yields a shard's collected gradient in host memory (1-D), valid inside the context.
+    """Return a context manager that yields a shard's collected gradient in host memory (1-D), valid inside its block.
 
-    ``dirty``: the caller changes it, and the change is kept, also after an exception. ShardError on entry if the shard
-    has no gradient.
+    ``dirty``: the caller changes the gradient, and the change is kept, also after an exception. ShardError on entry if
+    the shard has no gradient.
     """
     if not gradients.has(shard):
         raise ShardError(f"'{shard}' has no gradient", tensor=shard)
@@ -352,9 +353,7 @@ def borrowed_gradient(gradients: CollectedGradients, shard: str, *, dirty: bool)
 
 
 def known_shard(table: Mapping[str, _T], shard: str) -> _T:
-    """Return ``table[shard]``, where the table has an entry for every shard that is updated here; ShardError if there
-    is none.
-    """
+    """Return ``table[shard]``, the entry of a shard that is updated here; ShardError if the table has none."""
     if shard not in table:
         raise ShardError(f"no shard '{shard}' is updated here", tensor=shard)
     return table[shard]

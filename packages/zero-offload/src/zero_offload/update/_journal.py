@@ -1,6 +1,6 @@
-"""Updates out of place: the new states and weights of a shard are computed beside the old ones, and take their place
-when it is known that they are right. A slice is the spans of fragments that are updated together; a kind is one tensor
-of state: ``master``, a moment, or the scales of an 8-bit moment.
+"""Updates out of place: the new states and weights of a shard are computed beside the old ones, and replace them when
+it is known that they are right. A slice is the spans of fragments that are updated together; a kind is one tensor of
+state: ``master``, a moment, or the scales of an 8-bit moment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _TOUCHED = 1 << 22  # elements whose memory is asked for at a time
 def journal_bytes(
     shard: ShardPlan, rule: Rule, groups: Sequence[Mapping[str, Any]], state_dtype: torch.dtype | None
 ) -> int:
-    """Return the host memory, in bytes, for the new states and weights of one shard."""
+    """Return the bytes of host memory that a journal needs for the new states and weights of one shard. ``rule``: of
+    the optimizer; ``groups``: the parameter groups, by number; ``state_dtype``: of the moments, as in `TierOptions`.
+    """
     wanted = None if shard.dtype == torch.float64 else state_dtype
     states = sum(
         kind.nbytes(plan.numel)
@@ -41,10 +43,10 @@ def journal_bytes(
 
 
 def chosen_shards(shards: Sequence[ShardPlan], nbytes: Mapping[str, int], limit: int | None) -> list[ShardPlan]:
-    """Return the shards, in order, that have a place in a journal of at most ``limit`` bytes (None: all of them).
+    """Return the shards, in order, that a journal of at most ``limit`` bytes holds (None: all of them).
 
-    The last ones are chosen first: backward completes them first, and has the most time left then. ``nbytes``: the
-    need of each shard, by name.
+    The last ones are chosen first: backward completes them first, and has the most time left then. ``nbytes``: the need
+    of each shard, by name.
     """
     chosen: list[ShardPlan] = []
     room = sum(nbytes.values()) if limit is None else limit
@@ -57,8 +59,8 @@ def chosen_shards(shards: Sequence[ShardPlan], nbytes: Mapping[str, int], limit:
 
 
 def _digests(weights: torch.Tensor) -> torch.Tensor:
-    """Return a digest (int64) of each 256 KiB of a shard's weights (1-D, in host memory), to tell later whether they
-    have changed.
+    """Return a digest (int64) of each 256 KiB of ``weights`` (1-D, in host memory), in order, by which a later change
+    of them is found.
     """
     nbytes = nbytes_of(weights)
     found = torch.empty(-(-nbytes // _DIGESTED), dtype=torch.int64)
@@ -67,8 +69,8 @@ def _digests(weights: torch.Tensor) -> torch.Tensor:
 
 
 class _SpanLocation(NamedTuple):
-    """Where the states of one span of a shard are: on a tier, by the index of the slice and the span's number in it;
-    and in the journal, by the shard's index and the span's number there.
+    """Where the states of one ``span`` are: on ``tier``, by the index of the slice there and the span's ``number`` in
+    it; and in the journal's own tier, by ``own_index`` and ``own_number``.
     """
 
     span: FragmentSpan
@@ -89,8 +91,8 @@ class Journal:
 
     The constructor reserves memory of exactly the size of the states and weights. What is not pinned becomes resident
     only in `touch` or when it is first written. ``rule``: of the optimizer. ``slices``: all of the tier; states of
-    ``shards`` that it keeps in files have no place here. ``pin``: the weights' memory is pinned. OffloadError if the
-    memory cannot be had.
+    ``shards`` that the tier keeps in files are left out. ``pin``: the weights' memory is pinned. OSError if the system
+    has not enough memory.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Journal:
         return self._states.memory()["states"] + self._weights.nbytes
 
     def __contains__(self, shard: object) -> bool:
-        """Return whether the shard of this name has a place here."""
+        """Return whether the shard of this name is one of the journal's."""
         return shard in self._locations
 
     def compute(
@@ -148,14 +150,14 @@ class Journal:
         run_kernels(self._rule, groups, staged, old, grad_scale, results=new, threads=threads)
 
     def has_read(self, shard: str, weights: torch.Tensor) -> bool:
-        """Return whether ``weights`` (1-D, in host memory), updated in place, are still those that the last `compute`
-        of the shard has read. Nothing else tells of a write past torch, through NumPy for example.
+        """Return whether ``weights`` (1-D, in host memory), which are updated in place, are unchanged since the last
+        `compute` of the shard has read them. This finds also writes past torch, for example through NumPy.
         """
         return self._read[shard].equal(_digests(weights))
 
     def commit(self, shard: str) -> None:
-        """Make the computed states of a shard those of the tier; the old ones become memory of the journal. Nothing is
-        copied, and the weights stay where they are; see `pending_copies`.
+        """Make the computed states of a shard those of the tier; the memory of the old ones becomes the journal's.
+        Nothing is copied, and the weights are not written yet; see `pending_copies`.
         """
         for location in self._locations[shard]:
             new = self._states.tensors(location.own_index, location.own_number)
@@ -163,22 +165,22 @@ class Journal:
             self._states.exchange(location.own_index, location.own_number, old)
 
     def reset(self) -> None:
-        """Take back the memory that `commit` has given to the tier, also where that was cut short; the tier is to be
-        reset, too.
+        """Take back the memory that `commit` has given to the tier, also if a `commit` was interrupted; the caller
+        resets the tier, too.
         """
         self._states.reset()
 
     def pending_copies(self, shard: str, weights: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the copies that publish a shard's computed weights, left to the caller after `commit`: (target,
-        source) of each span, 1-D. Targets are views of ``weights``, the shard in the memory that forward reads.
+        """Return the copies by which the caller publishes a shard's computed weights after `commit`: (target, source)
+        for each span, 1-D. Targets are views of ``weights``, the shard in the memory that forward reads.
         """
         mirror = self._weights.borrow(shard)
         spans = [location.span for location in self._locations[shard]]
         return [(span.of_shard(weights).view(), span.of_shard(mirror).view()) for span in spans]
 
     def touch(self) -> None:
-        """Have the system provide the memory now, before the first `compute`, which would wait for every page; end
-        early after `stop_touching`.
+        """Make the system provide the journal's memory now, page by page, before the first `compute`, which would wait
+        for that; end early after `stop_touching`.
         """
         for name, locations in self._locations.items():
             kept = [
@@ -193,7 +195,7 @@ class Journal:
                     part[:: max(1, PAGE // tensor.element_size())].zero_()
 
     def stop_touching(self) -> None:
-        """Have `touch`, which another thread may run, end after at most a few million elements."""
+        """Make `touch`, which another thread may run, end after a few million further elements at most."""
         self._stopped = True
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ __all__ = ["Mirror", "copy_options"]
 
 
 class Mirror:
-    """A copy in host memory of the weights after a step, which an update writes as its `Weights`. It lends
-    nothing before `allocate`. ``nbytes``: its size.
+    """A copy of all weights in host memory, into which an update writes the new weights as if it were its `Weights`.
+    `allocate` must be called before `borrow`. ``nbytes``: its size in bytes, 0 before `allocate` and after `close`.
     """
 
     def __init__(self) -> None:
@@ -54,15 +54,15 @@ class Mirror:
 
 
 def copy_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of the parameter groups' current options, without ``params``; schedulers change the originals while
-    a step runs, and what is in them: a list of betas, a tensor.
+    """Return a copy of each parameter group's options, without ``params``, also of the lists and tensors in them:
+    schedulers change the originals while a step runs.
     """
     return [{key: _copy_option(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _copy_option(value: Any) -> Any:
-    """Return a copy of an option: of a tensor, and of all that lists, tuples and dicts hold; other values are the same
-    objects.
+    """Return a copy of an option's value: of a tensor, and of all that lists, tuples and dicts hold; other values are
+    returned themselves.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().clone()

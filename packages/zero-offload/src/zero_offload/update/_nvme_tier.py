@@ -1,7 +1,8 @@
 """The tier of masters and moments in files.
 
-A slice is the spans of fragments that are updated together; its index is its place in the list of slices. A kind is one
-tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
+A slice is the spans of fragments that are updated together; its index is its position in the list of slices. A kind is
+one tensor of state: ``master``, a moment, or the scales of an 8-bit moment. A pack is what one buffer holds: parts of
+extents (named ranges of bytes in the files) that are read and written together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def ring_bytes(slices: Sequence[Slice], buffer_count: int) -> int:
 
 
 class NvmeOptions(NamedTuple):
-    """Options of the files and of the ring of buffers, as in `TierOptions`; ``paths``: its ``path``."""
+    """Options of the files and of the ring of buffers, those of the same names in `TierOptions`; ``paths`` is its
+    ``path``.
+    """
 
     paths: SwapPaths
     buffer_count: int
@@ -81,15 +84,15 @@ class NvmeTier:
             raise
 
     def order(self, indices: Sequence[int]) -> list[int]:
-        """Return the indices, given in ascending order, reversed if the last visit ended at the last of them
-        or beyond.
+        """Return the indices, given in ascending order, reversed if the last visit ended at the last of them or beyond,
+        so that the slices still in the buffers come first.
         """
         ordered = list(indices)
         return ordered[::-1] if ordered and self._last >= ordered[-1] else ordered
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Yield the slices with these indices in turn, each in a buffer, valid until the next one is requested; with
-        ``dirty`` start writing each when the next one is requested.
+        """Yield the slices with these indices in turn, each in a buffer, valid until the next one is requested. With
+        ``dirty`` the caller changes each slice, and writing it starts when the next one is requested.
 
         A slice that was never visited with ``dirty`` is not read. If the iterator is closed, the changes to the current
         slice are lost. ShardError if a slice cannot be read or an earlier one not written.
@@ -115,7 +118,7 @@ class NvmeTier:
                 self._ring.flush()
 
     def reset(self) -> None:
-        """Forget every slice and the content of all buffers, after waiting for their transfers, whose errors are
+        """Discard the content of every slice and of all buffers, after waiting for their transfers, whose errors are
         ignored.
         """
         self._ring.forget()
@@ -132,7 +135,7 @@ class NvmeTier:
         return self._store.bytes_written()
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what was done with each folder so far."""
+        """Return, for each folder of the files, the bytes written and read so far, its speed and its state."""
         return self._store.path_use()
 
     def flush(self) -> None:
@@ -140,20 +143,22 @@ class NvmeTier:
         self._ring.flush()
 
     def carried_bytes(self) -> int:
-        """Return the bytes that `seal` would copy now: data not written since the last seal."""
+        """Return the bytes that `seal` would copy now: data that was not written since the last seal and cannot be
+        carried over by sharing blocks.
+        """
         with naming("masters and states", "seal"):
             return self._store.carried_bytes()
 
     def seal(self, *, durable: bool) -> Generation:
         """Wait for writes under way, end the current generation of the files and return it; with ``durable`` it
-        survives a crash.
+        survives a crash. ShardError if a write failed.
         """
         self.flush()
         with naming("masters and states", "seal"):
             return self._store.seal(durable=durable)
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
-        """Return the extents in the store's files (path, offset, bytes, checksum) of each ``<fragment>/<kind>``."""
+        """Return, for each ``<fragment>/<kind>``, the extents (path, offset, bytes, checksum) that hold it in files."""
         return self._store.extents()
 
     def close(self) -> None:
@@ -161,9 +166,7 @@ class NvmeTier:
         self._store.close(remove=True)
 
     def _declare_extents(self) -> None:
-        """Declare the size and the element type of every extent to the store, which needs them before the
-        first write.
-        """
+        """Declare the size and element type of every extent to the store, which needs them before the first write."""
         ends: dict[tuple[str, str], tuple[int, str]] = {}
         for slice_ in self._slices:
             for span in slice_:
@@ -174,8 +177,8 @@ class NvmeTier:
             self._store.declare(f"{fragment}/{name}", end, dtype)
 
     def _tensors(self, index: int, buffer: torch.Tensor) -> list[SpanTensors]:
-        """Return the tensors of each span of slice ``index``, by kind, as views of ``buffer`` (uint8), which holds the
-        slice.
+        """Return the tensors of each span of slice ``index``, by kind, as views of ``buffer`` (1-D, uint8), which has
+        the slice's pack.
         """
         parts = iter(self._packs[index].parts)
         tensors: list[SpanTensors] = []
@@ -189,8 +192,8 @@ class NvmeTier:
 
 
 def _slice_pack(index: int, slice_: Slice) -> Pack:
-    """Return the pack of slice number ``index``: the ranges of the extents ``<fragment>/<kind>`` that it
-    covers, span by span, kind by kind.
+    """Return the pack of slice number ``index``: the ranges that the slice covers of the extents ``<fragment>/<kind>``,
+    span by span, kind by kind.
     """
     pieces = [
         (f"{span.fragment.name}/{kind.name}", kind.nbytes(span.begin), kind.nbytes(span.length))

@@ -1,4 +1,4 @@
-"""The rate of right guesses: counts them, and switches speculation off and on by it."""
+"""Counts how often speculation guesses right, and switches it off and on by that."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _WINDOW = 8
 
 
 class OverlapRate:
-    """Counts steps whose factor was the one that speculation assumes, and those that need a replay: clipped ones, and
-    skipped ones, whose gradients are discarded.
+    """Counts the steps whose gradient factor was the one that speculation assumes, and the replays: steps for which it
+    was another (clipped ones), or that were skipped.
 
     ``is_on`` becomes false once half of the last 8 steps were replays, and true again after 8 steps in a row that would
-    have been none; so a run whose steps are clipped now and then does not change its mind at every one of them.
+    have been none; so a run in which a step is clipped now and then does not switch at every one of them.
 
     Attributes:
         is_on: speculation goes on.
@@ -33,7 +33,7 @@ class OverlapRate:
         self._last: deque[bool] = deque(maxlen=_WINDOW)
 
     def note(self, *, replay: bool) -> None:
-        """Count a step, with ``replay`` one that speculation assumes wrongly; switch `is_on` if that is due."""
+        """Count a step; ``replay``: speculation assumed it wrongly, or would have. Switch `is_on` if that is due."""
         self.steps += 1
         self.replays += replay
         self._last.append(replay)

@@ -22,9 +22,10 @@ _OF_TORCH = frozenset(["defaults", "param_groups", "state"])
 
 @dataclass(frozen=True)
 class ProbedStates:
-    """The state kept for a parameter: ``moments``, names of tensors of its shape; ``numbers``, 0-D tensors or
-    Python numbers by name, with the type that the optimizer gives them; ``count``: its ``step``, which is not among
-    ``numbers``, or None if it keeps none."""
+    """The state that an optimizer keeps for a parameter. ``moments``: the names of tensors of the parameter's shape.
+    ``numbers``: 0-D tensors or Python numbers by name, as examples of the types that the optimizer gives them.
+    ``count``: an example of its ``step``, which is not among ``numbers``; None if it keeps none.
+    """
 
     moments: tuple[str, ...]
     numbers: Mapping[str, Any]
@@ -53,13 +54,16 @@ def number_tensor(value: Any) -> torch.Tensor:
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step without hooks, which belong to the user's step, and without what a schedule has put before it."""
+    """Step ``optimizer`` without its hooks, which belong to the user's own step, and without the wrapper that a
+    learning-rate schedule puts around ``step``.
+    """
     step: Callable[..., Any] = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
 
 
 def probe_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> ProbedStates:
-    """Return what ``optimizer`` keeps of a parameter with the options of the param group ``group``.
+    """Return the state that ``optimizer`` keeps of a parameter with the options of the param group ``group``, found by
+    two steps of a copy.
 
     ValueError for an optimizer that a tier cannot step: it fails, keeps other values than ``step``, numbers and tensors
     of the parameter's shape and dtype, makes some of them later than in its first step, or changes its attributes or
@@ -98,15 +102,18 @@ def probe_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
 
 
 def _kept_after_step(probe: Any, parameter: nn.Parameter) -> set[str]:
-    """Step ``probe``, an optimizer over ``parameter``; return the names of what it keeps of the parameter now."""
+    """Step ``probe``, an optimizer over ``parameter``, with some gradient; return the names of the states that it keeps
+    of the parameter now.
+    """
     parameter.grad = parameter.detach().cos()
     plain_step(probe)
     return {name for name, value in probe.state[parameter].items() if value is not None}
 
 
 def _own_values(optimizer: Any) -> dict[str, Any]:
-    """Return the repr() of each attribute of an optimizer and of each option of its first param group, by name, to tell
-    what a step changes. Attributes of torch and of schedules, and ``params``, are left out."""
+    """Return the repr() of each attribute of an optimizer and of each option of its first param group, by name;
+    comparing two results tells what a step changed. Attributes of torch and of schedules, and ``params``, are left out.
+    """
     ours = {name: value for name, value in vars(optimizer).items() if not name.startswith("_optimizer_")}
     attributes = {name: value for name, value in ours.items() if name not in _OF_TORCH | _OF_SCHEDULES}
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}

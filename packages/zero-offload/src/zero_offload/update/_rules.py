@@ -1,4 +1,6 @@
-"""The optimizers: the states of a parameter, and the fused kernel that updates it, or torch's step."""
+"""The optimizers that an update knows: the states that each keeps for a parameter, and the fused kernel, or the step of
+torch's optimizer, that updates the parameter.
+"""
 
 from __future__ import annotations
 
@@ -41,26 +43,29 @@ class KernelOperands:
 
 
 def _no_numbers(group: Group) -> Mapping[str, Any]:
-    """Return {}: the optimizers that have a kernel keep no numbers beside ``step``."""
+    """Return an empty mapping, whatever ``group`` is: optimizers with a kernel keep no numbers of a parameter beside
+    ``step``.
+    """
     return {}
 
 
 def _float_count(group: Group) -> Any:
-    """Return an example of ``step`` in torch's own optimizers, a float32 tensor."""
+    """Return an example of the ``step`` that torch's own optimizers keep, a 0-D float32 tensor."""
     return torch.zeros((), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One optimizer.
+    """How one optimizer updates, and what it keeps for a parameter.
 
     ``template`` is the torch class whose options and defaults it takes. ``moments`` returns (name, whether it is a
     second moment, never negative) of each moment for a parameter group, ``initial`` the value that moments start with.
-    ``run`` calls the kernel, which writes weights and states in place, or into the batch's ``results``; None: the
-    optimizer that ``make`` returns steps, on the host too. ``refused``: options that the kernel does not have.
-    ``fused``: on a device, where no option says otherwise, the template steps by torch's fused kernel; torch's own
-    classes choose by themselves. ``numbers`` returns what the optimizer keeps of a parameter of a group beside moments
-    and ``step``, by name, as examples of their types; ``count`` an example of ``step``, None if it keeps none.
+    ``run`` calls the kernel, which writes weights and states in place, or into the batch's ``results``; None: there is
+    no kernel, and the optimizer that ``make`` returns steps, also on the host. ``refused``: options that the kernel
+    does not have. ``fused``: on a device, where no option says otherwise, the template steps by torch's fused kernel;
+    torch's own classes choose by themselves. ``numbers`` returns what the optimizer keeps of a parameter of a group
+    beside moments and ``step``, by name, as examples of their types; ``count`` an example of ``step``, None if it keeps
+    none.
     """
 
     template: type[torch.optim.Optimizer]
@@ -74,8 +79,8 @@ class Rule:
     count: Callable[[Group], Any] = _float_count
 
     def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options of a parameter group: ``options``, and the defaults of the torch class for the others.
-        That class checks them and raises its own errors.
+        """Return all options of a parameter group: the given ``options``, and for the others the defaults of the torch
+        class, which checks them and raises its own errors.
         """
         probe = torch.zeros(1, requires_grad=True)
         return dict(self.template([probe], **options).defaults)
@@ -96,12 +101,14 @@ def _grad_sign(group: Group) -> float:
 
 
 def _common_arguments(batch: KernelOperands, group: Group) -> dict[str, Any]:
-    """Return the keyword arguments that all kernels take; with ``maximize`` in the group ``grad_scale`` is negated."""
+    """Return the keyword arguments of a kernel call that all kernels take, with ``grad_scale`` negated if the group has
+    ``maximize``.
+    """
     return {**batch.common, "grad_scale": batch.common["grad_scale"] * _grad_sign(group), "out": batch.results}
 
 
 def _adam(batch: KernelOperands, group: Group) -> None:
-    """Update a batch by Adam, or AdamW if the group has ``decoupled_weight_decay``."""
+    """Update the spans of a batch by the kernel of Adam, or of AdamW if the group has ``decoupled_weight_decay``."""
     adam_step(
         batch.params,
         batch.grads,
@@ -120,7 +127,7 @@ def _adam(batch: KernelOperands, group: Group) -> None:
 
 
 def _sgd(batch: KernelOperands, group: Group) -> None:
-    """Update a batch by SGD with the options of ``group``."""
+    """Update the spans of a batch by the kernel of SGD, with the options of ``group``."""
     sgd_step(
         batch.params,
         batch.grads,
@@ -138,7 +145,7 @@ def _sgd(batch: KernelOperands, group: Group) -> None:
 
 
 def _adagrad(batch: KernelOperands, group: Group) -> None:
-    """Update a batch by Adagrad with the options of ``group``."""
+    """Update the spans of a batch by the kernel of Adagrad, with the options of ``group``."""
     common = _common_arguments(batch, group)
     if batch.results is not None:
         common["out"] = {name.replace("sum", "sum_sq"): found for name, found in batch.results.items()}
@@ -157,7 +164,7 @@ def _adagrad(batch: KernelOperands, group: Group) -> None:
 
 
 def _lion(batch: KernelOperands, group: Group) -> None:
-    """Update a batch by Lion with the options of ``group``."""
+    """Update the spans of a batch by the kernel of Lion, with the options of ``group``."""
     lion_step(
         batch.params,
         batch.grads,
@@ -212,8 +219,8 @@ _BY_CLASS: Sequence[tuple[type, Rule]] = (
 
 
 def has_rule(optimizer: OptimizerLike) -> bool:
-    """Return whether there is a kernel for an optimizer: by name ("AdamW", any case) or class, where a subclass is
-    another class, or an object, all options of whose groups the kernel has.
+    """Return whether there is a kernel for an optimizer: a name ("AdamW", any case), a class (a subclass counts as
+    another class), or an object, if its groups set no option that the kernel lacks.
 
     A class that merely wraps another optimizer's arithmetic names that class in its attribute ``same_arithmetic_as``.
     """
@@ -221,7 +228,7 @@ def has_rule(optimizer: OptimizerLike) -> bool:
 
 
 def _rule_with_kernel(optimizer: OptimizerLike) -> Rule | None:
-    """Return the rule with a kernel for an optimizer, as `has_rule` says; None if there is none."""
+    """Return the rule with a kernel for an optimizer, given as for `has_rule`; None if there is none."""
     if isinstance(optimizer, str):
         return _BY_NAME.get(optimizer.lower())
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -233,8 +240,8 @@ def _rule_with_kernel(optimizer: OptimizerLike) -> Rule | None:
 
 
 def find_rule(optimizer: OptimizerLike) -> Rule:
-    """Return the rule for an optimizer: one with a kernel, as `has_rule` finds it, else, for an object, one by which a
-    copy of it steps, which has to be elementwise.
+    """Return the rule for an optimizer: one with a kernel if `has_rule`, else, for an optimizer object, which must be
+    elementwise, one by which copies of it step.
 
     ValueError for a name or a class without a kernel, and for an object that a tier cannot step (`probe_states`).
     """
@@ -252,7 +259,9 @@ def _rule_by_copies(optimizer: torch.optim.Optimizer) -> Rule:
     probed: dict[tuple[tuple[str, bool], ...], ProbedStates] = {}
 
     def states(group: Group) -> ProbedStates:
-        """Return what is kept with the options of ``group``, which depends on whether each of them is set."""
+        """Return the states that ``optimizer`` keeps with the options of ``group``, probed once for every combination
+        of options that are set and not set.
+        """
         key = tuple((name, bool(value)) for name, value in group.items() if isinstance(value, (bool, int, float)))
         if key not in probed:
             probed[key] = probe_states(optimizer, group)

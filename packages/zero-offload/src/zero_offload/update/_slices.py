@@ -62,13 +62,15 @@ class StateKind:
 
 @dataclass(eq=False)
 class KeptFragment:
-    """A fragment at run time: its kinds of state, the number of updates (``step``), and which kinds the tier holds.
+    """A fragment at run time: its kinds of state, the number of updates so far (``step``), and which kinds the tier
+    holds.
 
     ``has_moments`` and ``has_master``: the tier holds them. ``weights_changed``: the weights that forward reads were
-    changed from outside, so the master is out of date. ``numbers``: what torch's optimizer keeps beside (0-D tensors),
-    where it steps on the host; empty before its first step. ``unwritten``: moments that were not written when others
-    were, before the first step, and have an initial value. ``keeps_master``: a master is needed, since the weights are
-    not updated in place. ``dtype``: that of the update. ``moments``: the kinds that belong to moments.
+    changed from outside, so the master is out of date. ``numbers``: what torch's optimizer keeps of the fragment
+    besides (0-D tensors), if it steps on the host; empty before its first step. ``unwritten``: moments that were left
+    out when others were written before the first step, and so have their initial value. ``keeps_master``: a master is
+    needed, since the weights are not updated in place. ``dtype``: that of the update. ``moments``: the kinds that
+    belong to moments.
     """
 
     plan: FragmentPlan
@@ -98,17 +100,15 @@ class KeptFragment:
         return self.has_moments and (self.has_master or not self.keeps_master) and not self.weights_changed
 
     def keeps(self, kind: StateKind, *, stale: bool = False) -> bool:
-        """Return whether the tier holds a valid value of a kind; a master is not valid once the weights were changed,
-        unless ``stale``.
+        """Return whether the tier holds a valid value of a kind. A master is not valid once the weights were changed
+        from outside, unless ``stale`` ones are wanted too.
         """
         if kind.moment is None:
             return self.has_master and (stale or not self.weights_changed)
         return self.has_moments
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes of all kinds of state together for ``elements`` elements; an incomplete block
-        counts as one.
-        """
+        """Return the bytes of all kinds of state together for ``elements`` elements of the fragment."""
         return sum(kind.nbytes(elements) for kind in self.kinds)
 
 
@@ -143,8 +143,8 @@ class FragmentSpan:
         return FlatSpan(shard, self.fragment.plan.start + self.begin, self.length)
 
     def of_kind(self, kind: StateKind, whole: torch.Tensor) -> torch.Tensor:
-        """Return the items of this span as a view of ``whole``, a flat tensor with all of the fragment's items of
-        ``kind``. The span must begin at a block of the kind.
+        """Return the items of this span as a view of ``whole``, a flat tensor with the fragment's items of ``kind`` for
+        all its elements. The span must begin at a block of the kind.
         """
         start = self.begin // kind.block
         return whole[start : start + kind.items(self.length)]
@@ -160,7 +160,7 @@ def kinds_of(
     the ``moments``, given as (name, whether it is a second moment).
 
     ``state_dtype`` of the moments: None for the dtype of the update, else bfloat16 or int8. An int8 moment has two
-    kinds, a code for each element (uint8) and ``<moment>_scale``, a float32 for each block of 256 elements.
+    kinds: a code for each element (uint8), and ``<moment>_scale``, a float32 for each block of 256 elements.
     """
     wide = wide_dtype(shard.dtype)
     kinds = [] if shard.in_place else [StateKind(MASTER, wide)]
@@ -176,9 +176,10 @@ def kinds_of(
 def split_by_ratio(
     fragments: Sequence[KeptFragment], ratio: float, grain: int
 ) -> tuple[list[FragmentSpan], list[FragmentSpan]]:
-    """Return spans of the first ``ratio`` (0 to 1) of all elements of the fragments, and spans of the rest.
+    """Return (spans of the first ``ratio`` (0 to 1) of all elements of the fragments, spans of the rest).
 
-    A fragment in which the cut falls is divided at a multiple of ``grain`` elements of it, at or below the exact place.
+    A fragment that belongs to both is divided at a multiple of ``grain`` of its elements, at or below the exact
+    fraction.
     """
     room = round(sum(fragment.plan.numel for fragment in fragments) * ratio)
     first: list[FragmentSpan] = []
@@ -195,10 +196,10 @@ def split_by_ratio(
 
 
 def cut_slices(spans: Iterable[FragmentSpan], sub_group_size: int, shards: int | None = None) -> list[Slice]:
-    """Return the spans, in order, as slices of at most ``sub_group_size`` elements that belong to at most ``shards``
-    shards (None: any number).
+    """Return the spans, in order, as slices of at most ``sub_group_size`` elements (`GRAIN` or more), each from at most
+    ``shards`` shards (None: any number).
 
-    A span that does not fit is divided at a multiple of `GRAIN` elements. ``sub_group_size`` is `GRAIN` or more.
+    A span that does not fit into a slice is divided at a multiple of `GRAIN` elements.
     """
     slices: list[Slice] = []
     current: list[FragmentSpan] = []
@@ -223,5 +224,5 @@ def cut_slices(spans: Iterable[FragmentSpan], sub_group_size: int, shards: int |
 
 
 def slice_bytes(slice_: Slice) -> int:
-    """Return the bytes of a slice's states in a buffer, where every tensor takes whole pages."""
+    """Return the bytes that a slice's states take in a buffer, where every tensor is rounded up to whole pages."""
     return sum(page_rounded(kind.nbytes(span.length)) for span in slice_ for kind in span.fragment.kinds)

@@ -22,15 +22,15 @@ Options = Sequence[Mapping[str, Any]]
 
 
 class Assumed(NamedTuple):
-    """The inputs of an update besides its gradient and its states: the parameter groups' ``options`` (copies, which
-    nothing changes), and the factor of the gradients, ``grad_scale``.
+    """What an update was computed with, besides its gradient and its states: the parameter groups' ``options`` (copies,
+    which nothing changes), and ``grad_scale``, the factor of the gradients.
     """
 
     options: Options
     grad_scale: float
 
     def equals(self, other: Assumed) -> bool:
-        """Return whether both have the same factor and options of the same values."""
+        """Return whether both have the same factor, and options of the same names and values."""
         return (
             self.grad_scale == other.grad_scale
             and len(self.options) == len(other.options)
@@ -42,10 +42,11 @@ class Assumed(NamedTuple):
 
 
 class Speculations:
-    """The updates of one step that were begun beforehand, in ``thread``, into ``journal``; at most one per shard.
+    """The updates of one step that were begun before it, in ``thread``, into ``journal``; at most one per shard.
 
-    ``fragments``: those of each shard. ``rate`` gets the counts. ``trace``: records the computation. Per shard:
-    `begin` if `may_begin`, then `validate` and `commit`, or `drop`, before anything that the update reads is written.
+    ``fragments``: those of each shard. ``rate`` gets the counts. ``trace``, if not None, records the computation. Per
+    shard: `begin` if `may_begin`; then, at the step, `validate` and, if that is True, `commit` or `commit_if_read`. Or
+    `drop`, before anything that the update reads is written.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class Speculations:
 
     @property
     def begun(self) -> list[str]:
-        """Return the shards whose update was begun and neither taken nor dropped."""
+        """Return the names of the shards whose update was begun and neither validated nor dropped."""
         return list(self._begun)
 
     def may_begin(self, shard: str) -> bool:
-        """Return whether to begin a shard's update beforehand: the journal has a place for it, its states exist
+        """Return whether a shard's update can begin before the step: the journal has memory for it, its states exist
         already, and speculation is on (`OverlapRate.is_on`).
         """
         fragments = self._fragments[shard]
@@ -84,7 +85,8 @@ class Speculations:
         events: Sequence[torch.Event | None],
     ) -> None:
         """Begin a shard's update from ``gradient``, and from ``weights`` if these are updated in place (both 1-D, in
-        host memory), once the copies that end with ``events`` have ended.
+        host memory); ``assumed``: its other inputs. The computation waits for the copies whose ends ``events`` mark
+        (None: nothing to wait for).
         """
         future = self._thread.submit(self._compute, shard, gradient, weights, assumed, events)
         self._begun[shard] = future, assumed
@@ -97,7 +99,9 @@ class Speculations:
         assumed: Assumed,
         events: Sequence[torch.Event | None],
     ) -> None:
-        """Compute a shard's new states and weights in the journal, after ``events``; called in the thread."""
+        """Wait for ``events``, then compute a shard's new states and weights in the journal; runs in the thread. The
+        arguments are those of `begin`.
+        """
         for event in events:
             if event is not None and not event.query():
                 event.synchronize()
@@ -105,9 +109,9 @@ class Speculations:
             self._journal.compute(shard, assumed.options, gradient, weights, assumed.grad_scale)
 
     def validate(self, shard: str, actual: Assumed, absent: Collection[str]) -> bool:
-        """Return whether the new states of a shard are computed and right, so that `commit` may follow: they assume
-        ``actual``, what the step is called with, and no fragment of the shard is named in ``absent``, those that the
-        step leaves out. They are dropped if not.
+        """Return whether the new states of a shard are computed and right, so that `commit` may follow: they were
+        computed with ``actual``, the inputs of the step, and no fragment of the shard is named in ``absent``, those
+        that the step leaves out. Otherwise they are dropped.
 
         Waits for what is being computed, and drops what has not begun. Warns of a computation that failed. No state
         changes here.
@@ -136,8 +140,8 @@ class Speculations:
         self._rate.committed += 1
 
     def commit_if_read(self, shard: str, weights: torch.Tensor) -> bool:
-        """`commit` if ``weights`` (1-D), which are updated in place, are still those that the computation has read;
-        return whether they are.
+        """Do `commit` if ``weights`` (1-D), which are updated in place, are unchanged since the computation has read
+        them; return whether they are.
         """
         if self._journal.has_read(shard, weights):
             self.commit(shard)
@@ -146,8 +150,8 @@ class Speculations:
         return False
 
     def drop(self, shard: str) -> bool:
-        """Drop what was begun for a shard, after waiting for it if it is being computed; return whether there was
-        something.
+        """Drop the update that was begun for a shard, waiting for it if it is being computed; return whether there was
+        one.
         """
         future, _ = self._begun.get(shard, (None, None))
         if future is not None and not future.cancel():
@@ -157,7 +161,9 @@ class Speculations:
 
 
 def traced(trace: Trace | None, shard: str) -> AbstractContextManager[None]:
-    """Return a context that records the computation of a shard's update, if there is a trace."""
+    """Return a context manager that records the time inside its block as the computation of a shard's update; one that
+    does nothing if ``trace`` is None.
+    """
     return nullcontext() if trace is None else trace.span("compute", shard)
 
 
@@ -167,7 +173,7 @@ def _are_settled(fragments: Sequence[KeptFragment]) -> bool:
 
 
 def _are_same_options(x: Any, y: Any) -> bool:
-    """Return whether two options are equal; a tensor is equal to a tensor of the same values and dtype."""
+    """Return whether two values of an option are equal; tensors are equal if their values and dtypes are."""
     if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
         return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dtype == y.dtype and x.equal(y)
     return bool(x == y)

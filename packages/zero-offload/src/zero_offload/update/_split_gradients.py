@@ -1,5 +1,5 @@
 """Gradients of which a part stays on the accelerator, because its states do. A slice is the spans of fragments that are
-updated together; its index is its place in the list of slices.
+updated together; its index is its position in the list of slices.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["SplitGradients", "host_parts"]
 
 
 def host_parts(shards: Sequence[ShardPlan], kept: Sequence[Slice]) -> list[ShardPlan]:
-    """Return the plan of each shard with ``numel`` reduced to the elements whose gradients go to host memory: those
-    before the first element of ``kept``, the slices that stay on the device. They hold a shard's last fragments, or all
-    of them (``numel`` is 0 then).
+    """Return the plan of each shard, in order, with ``numel`` reduced to the elements whose gradients go to host
+    memory: those before the first element of ``kept``, the slices that stay on the device. These slices hold the last
+    fragments of a shard, or all of them; then ``numel`` is 0.
     """
     begins: dict[str, int] = {}
     for span in (span for slice_ in kept for span in slice_):
@@ -63,8 +63,9 @@ class SplitGradients:
         self._lent: dict[str, torch.Tensor] = {}
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
-        """Return host memory for all of a shard's gradient (1-D), and whether it holds the sum so far. Where a part is
-        on the device it is a copy, for which the host waits. ShardError for an unknown shard.
+        """Return host memory for all of a shard's gradient (1-D), and whether it holds the sum of the gradients so far;
+        if not, its content is arbitrary. If a part of the gradient is on the device, the memory is a copy, for which
+        the host waits. ShardError for an unknown shard.
         """
         own, again = self._host.borrow(shard)
         rest = self._rest.get(shard)
@@ -74,8 +75,8 @@ class SplitGradients:
         return self._lent[shard], again
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
-        """End one `borrow`; with ``dirty`` the content is the shard's gradient from now on, copied to its part in host
-        memory and its part on the device.
+        """End one `borrow`; with ``dirty`` the content of the memory is the shard's gradient from now on, copied to its
+        part in host memory and its part on the device. ShardError for an unknown shard.
         """
         lent = self._lent.pop(shard, None)
         if lent is not None and dirty:
@@ -86,7 +87,7 @@ class SplitGradients:
 
     def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         """Start copying a gradient's first elements to host memory, and add the others to the sum on the device; return
-        the parts of the sum there. ShardError for an unknown shard.
+        the sum on the device, in 1-D parts that follow each other. ShardError for an unknown shard.
         """
         count, rest = known_shard(self._counts, shard), self._rest.get(shard)
         if rest is None:
@@ -109,7 +110,7 @@ class SplitGradients:
         return self._host.has(shard)
 
     def prefetch(self, index: int) -> None:
-        """Do nothing: the gradients are where they are updated."""
+        """Do nothing: the gradients are where they are needed."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
         """Return the gradient of each span of slice ``index``, in host memory after it has arrived there, or on the

@@ -44,7 +44,7 @@ def staging_bytes(slices: Sequence[Slice], *, gradients_too: bool) -> int:
     """
 
     def needed(slice_: Slice) -> int:
-        """Return the bytes of one slice in a staging buffer."""
+        """Return the bytes that one slice takes in a staging buffer."""
         return sum(
             _aligned(span.length * span.fragment.shard.dtype.itemsize)
             + gradients_too * _aligned(span.length * span.fragment.shard.grad_dtype.itemsize)
@@ -55,15 +55,15 @@ def staging_bytes(slices: Sequence[Slice], *, gradients_too: bool) -> int:
 
 
 def _aligned(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to a multiple of 64 bytes, where staged tensors begin."""
+    """Return ``nbytes`` rounded up to a multiple of 64 bytes, at which each staged tensor begins."""
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
 class StagedSlices:
     """Brings gradients and weights to the kernels, slice by slice, and new weights back to where forward reads them.
 
-    Call order: `begin` a step; for each of its slices `start` (ideally while the previous one computes),
-    `staged_spans`, `finish`; then `end`, or `abort`.
+    Call order: `begin` a step, which says in which order slices come; then, for each position in that order, `start`
+    (ideally while the previous one computes), `staged_spans`, `finish`; then `end`, or `abort`.
 
     Tensors on an accelerator (``device``) pass through two alternating staging buffers in host memory (``staging``
     bytes in all, from `staging_bytes`; pinned with ``pin``), copied on streams of their own; tensors in host memory,
@@ -110,9 +110,8 @@ class StagedSlices:
         return tensor.device.type != "cpu"
 
     def begin(self, order: Sequence[int], *, absent: Collection[str], rewritten: Collection[str]) -> None:
-        """Begin a step over the slices whose indices ``order`` lists; a position, in the other calls, is a place in
-        ``order``. Fragments named in ``absent`` are left out; shards named in ``rewritten`` will be written completely
-        and are not read.
+        """Begin a step over the slices whose indices ``order`` lists. Fragments named in ``absent`` are left out;
+        shards named in ``rewritten`` will be written completely, so their old weights are not read.
         """
         self._order = order
         self._absent = absent
@@ -122,8 +121,8 @@ class StagedSlices:
         }
 
     def start(self, position: int) -> None:
-        """Start bringing the slice at a position of the order, and give a hint of the next two; do nothing beyond the
-        last.
+        """Start bringing the gradients and weights of the slice at ``position`` of the order to the host, and announce
+        the next two slices; do nothing beyond the last.
 
         Spans that are absent or have no gradient are left out; those of slices on the device stay there. Blocks until
         the new weights of two slices ago have left the staging buffer. OffloadError if weights on an accelerator are to
@@ -165,8 +164,8 @@ class StagedSlices:
         self._started[position] = staged_spans
 
     def staged_spans(self, position: int) -> list[StagedSpan]:
-        """Return the spans to be updated of the started slice at a position of the order, after its gradients have
-        arrived; their host memory is valid until `finish`.
+        """Return the spans to be updated of the slice that was started at ``position`` of the order, once its gradients
+        have arrived; their host memory is valid until `finish`.
         """
         side = position % 2
         _synchronize(self._incoming[side])
@@ -174,8 +173,8 @@ class StagedSlices:
         return self._started[position]
 
     def finish(self, position: int) -> None:
-        """Start copying the new weights of the computed slice at a position of the order to their device; release its
-        gradients, and give back the shards that no later slice needs.
+        """Start copying the new weights of the slice at ``position`` of the order, which is computed, to their device;
+        release its gradients, and give back the shards that no later slice needs.
         """
         side = position % 2
         for staged_span in self._started.pop(position):
@@ -192,13 +191,13 @@ class StagedSlices:
             self._weights.give_back(shard, dirty=True)
 
     def end(self) -> None:
-        """Make the compute device wait for all copies of new weights; the host does not block."""
+        """Make the current stream of the device wait for all copies of new weights; the host does not block."""
         for event in self._outgoing:
             self._out.join(event)
 
     def abort(self) -> None:
-        """After a failure, wait for all copies, end the use of the gradients and give back every borrowed shard; errors
-        of giving back are suppressed.
+        """After a failure, wait for all copies, release the gradients and give back every borrowed shard; errors of
+        giving back are suppressed.
         """
         for event in (*self._incoming, *self._outgoing):
             _synchronize(event)
@@ -211,22 +210,22 @@ class StagedSlices:
                 self._weights.give_back(shard, dirty=True)
 
     def _staging_span(self, side: int, offset: int, piece: FlatSpan) -> FlatSpan:
-        """Return a span of a staging buffer (``side`` 0 or 1), ``offset`` bytes from its start, with the length and
-        dtype of ``piece``. Its content is not set.
+        """Return memory of staging buffer ``side`` (0 or 1), ``offset`` bytes from its start, as a span with the length
+        and dtype of ``piece``; its content is arbitrary.
         """
         return FlatSpan(self._blocks[side].view(offset, piece.length, piece.base.dtype), 0, piece.length)
 
     def _expect_weights(self, index: int) -> None:
-        """Announce to the weights, if they can be prefetched, the shards of slice ``index`` that are neither borrowed
-        nor about to be rewritten.
+        """Announce the shards of slice ``index`` to the weights, if these can be prefetched, but for shards that are
+        borrowed or will be rewritten.
         """
         if isinstance(self._weights, ExpectingWeights):
             shards = dict.fromkeys(span.fragment.shard.name for span in self._slices[index])
             self._weights.expect([s for s in shards if s not in self._borrowed and s not in self._rewritten])
 
     def _borrowed_weights(self, shard: ShardPlan) -> torch.Tensor:
-        """Return a shard's weights, borrowing them on first use in the step. Padding of a shard that is rewritten is
-        set to zero. ShardError if what is lent has not the planned shape and dtype.
+        """Return a shard's weights (1-D), borrowed at the first call in a step. If the shard will be rewritten, its
+        padding is set to zero. ShardError if what the owner lends does not have the planned shape and dtype.
         """
         if shard.name not in self._borrowed:
             fresh = shard.name in self._rewritten
@@ -239,6 +238,6 @@ class StagedSlices:
 
 
 def _synchronize(event: torch.Event | None) -> None:
-    """Block until the event has completed; return at once for None."""
+    """Block until the event is reached; return at once for None."""
     if event is not None and not event.query():
         event.synchronize()

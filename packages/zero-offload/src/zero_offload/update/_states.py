@@ -32,8 +32,9 @@ _SCALE = "_scale"
 def sealed_state(
     fragments: Sequence[KeptFragment], in_memory: Sequence[Slice], tier: Tier, generations: Sequence[Generation]
 ) -> Sealed:
-    """Return the current state of a tier that was just sealed: the extents of the kinds that it holds of ``fragments``,
-    in the files of ``generations``. Fragments with a span in the slices ``in_memory`` are listed as resident.
+    """Return the current state of ``tier``, which was just sealed: the extents of the kinds that it holds of
+    ``fragments``, in the files of ``generations``. Fragments with a span in the slices ``in_memory`` are listed as
+    resident.
     """
     begun = {f"{f.name}/{kind.name}" for f in fragments for kind in f.kinds if f.keeps(kind)}
     return Sealed.of(
@@ -48,9 +49,11 @@ def read_states(
     fragments: Sequence[KeptFragment], slices: Sequence[Slice], tier: Tier, *, stale: bool = False
 ) -> Iterator[tuple[KeptFragment, dict[str, torch.Tensor]]]:
     """Yield (fragment, state) for each of ``fragments`` that has any state, in one pass over the slices. A state has
-    1-D copies in host memory of all elements; its ``step`` has no dimension.
+    1-D copies in host memory, by kind, of all elements of the fragment; its ``step`` and the optimizer's numbers have
+    no dimension.
 
-    ``stale``: include masters whose weights were changed from outside and that no step has replaced yet.
+    ``stale``: include masters that are out of date because weights were changed from outside and no step has replaced
+    them yet.
     """
     wanted = {f for f in fragments if any(f.keeps(kind, stale=stale) for kind in f.kinds) or f.step}
     last = {span.fragment: index for index, slice_ in enumerate(slices) for span in slice_ if span.fragment in wanted}
@@ -67,8 +70,8 @@ def read_states(
 
 
 def _read_span(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], *, stale: bool) -> None:
-    """Copy a span's ``tensors`` into the fragment's ``state``, by kind, where the tier holds them; a tensor of the
-    whole fragment is added to ``state`` on first use. ``stale``: as in `read_states`.
+    """Copy those of a span's ``tensors``, by kind, that the tier holds into the fragment's ``state``, to which a tensor
+    for the whole fragment is added when a kind comes first. ``stale``: as in `read_states`.
     """
     fragment = span.fragment
     for kind in fragment.kinds:
@@ -78,8 +81,8 @@ def _read_span(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tens
 
 
 def as_values(fragment: KeptFragment, state: State) -> dict[str, torch.Tensor]:
-    """Return a state whose 8-bit moments are decoded to float32 in new tensors, without their scales; other kinds are
-    the same tensors.
+    """Return a fragment's state with 8-bit moments decoded to float32, in new tensors, and without their scales; other
+    kinds are the same tensors.
     """
     values = {name: kept for name, kept in state.items() if not name.endswith(_SCALE)}
     for kind in fragment.moments:
@@ -93,14 +96,14 @@ def as_values(fragment: KeptFragment, state: State) -> dict[str, torch.Tensor]:
 
 
 def _code_format(kind: StateKind) -> Literal["e4m3", "u5e3"]:
-    """Return the 8-bit format of a moment's elements: "u5e3", unsigned, for a second moment, else "e4m3"."""
+    """Return the 8-bit format of a moment's codes: "u5e3", which is unsigned, for a second moment, else "e4m3"."""
     return "u5e3" if kind.second else "e4m3"
 
 
 def check_state(rule: Rule, groups: Groups, fragment: KeptFragment, state: State) -> None:
-    """Raise ValueError, naming the fragment, for a kind that it does not have, for a kind of another size, and for
-    8-bit codes without their scales. Kinds may be missing. ``rule``: of the optimizer, which names the numbers of each
-    of ``groups``.
+    """Raise ValueError, naming the fragment, if ``state`` has a kind that the fragment does not have, a kind of another
+    size, or 8-bit codes without their scales. Kinds may be missing. ``rule``: of the optimizer; ``groups``: the
+    parameter groups, by number.
     """
     kinds = {kind.name: kind for kind in fragment.kinds}
     known = {_STEP, *kinds, *rule.numbers(groups[fragment.plan.group])}
@@ -121,12 +124,12 @@ def check_state(rule: Rule, groups: Groups, fragment: KeptFragment, state: State
 def write_states(
     rule: Rule, groups: Groups, slices: Sequence[Slice], tier: Tier, states: Mapping[KeptFragment, State]
 ) -> None:
-    """Replace the given kinds of state of each fragment on the tier, and its step count if given; if a fragment had no
-    moments, those not given start from their initial values.
+    """Replace the given kinds of state of each fragment on the tier, and its step count if given. If a fragment had no
+    moments, those that are not given get their initial values.
 
-    8-bit moments are taken as codes and scales, or in any floating dtype. ``groups``: the parameter groups, by number.
-    A state must pass `check_state`. A master given counts as equal to the current weights. The fragment counts as
-    having moments if one, a number, or a step count above 0 is given.
+    8-bit moments are taken as codes and scales, or in any floating dtype. ``rule``: of the optimizer; ``groups``: the
+    parameter groups, by number. A state must pass `check_state`. A master that is given counts as equal to the current
+    weights. The fragment counts as having moments if one, a number, or a step count above 0 is given.
     """
     indices = [i for i, slice_ in enumerate(slices) if any(_has_state(span, states) for span in slice_)]
     with closing(tier.visit(indices, dirty=True)) as visits:  # type: ignore[type-var]
@@ -156,8 +159,8 @@ def _has_state(span: FragmentSpan, states: Mapping[KeptFragment, State]) -> bool
 
 
 def _write_span(span: FragmentSpan, tensors: Tensors, state: State) -> None:
-    """Copy a span's part of the fragment's ``state`` into the span's ``tensors``, by kind, encoding floating moments
-    where 8-bit codes are kept. Kinds that are not in ``state`` stay.
+    """Copy the span's part of each kind in ``state``, which has all of the fragment, into the span's ``tensors``;
+    floating moments are encoded where the tier keeps 8-bit codes. Kinds that are not in ``state`` stay.
     """
     for kind in span.fragment.kinds:
         value = state.get(kind.name)

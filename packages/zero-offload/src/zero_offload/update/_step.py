@@ -83,7 +83,7 @@ def run_step(
 
 
 def count_step(fragments: Iterable[KeptFragment]) -> None:
-    """Count a step of each of ``fragments``, whose states the tier holds now."""
+    """Count a step of each of ``fragments``, and mark their moments and masters as held by the tier and up to date."""
     for fragment in fragments:
         fragment.step += 1
         fragment.has_moments = True
@@ -92,7 +92,7 @@ def count_step(fragments: Iterable[KeptFragment]) -> None:
 
 
 def _names_text(staged_spans: Sequence[StagedSpan]) -> str:
-    """Return the names of the shards that are updated together as text: one name, or the first and the last; empty for
+    """Return the names of the shards of these spans as text: one name, or the first and the last; empty if there is
     none.
     """
     names = list(dict.fromkeys(staged_span.span.fragment.shard.name for staged_span in staged_spans))
@@ -100,8 +100,8 @@ def _names_text(staged_spans: Sequence[StagedSpan]) -> str:
 
 
 def _rewritten_shards(fragments: Collection[KeptFragment]) -> set[str]:
-    """Return the names of the shards of which a step over ``fragments`` writes every element and reads none: all
-    elements but padding are in these fragments, whose masters are valid.
+    """Return the names of the shards that a step over ``fragments`` writes completely without reading their weights:
+    all elements but padding are in these fragments, and the masters of these are valid.
     """
     elements: dict[str, int] = {}
     for fragment in fragments:
@@ -112,10 +112,11 @@ def _rewritten_shards(fragments: Collection[KeptFragment]) -> set[str]:
 
 
 def _prepare_states(rule: Rule, groups: Groups, staged_span: StagedSpan, tensors: Tensors) -> None:
-    """Make the states of a span valid in ``tensors``, by kind, before its kernel runs.
+    """Make the states of a span valid in ``tensors``, by kind, before its kernel runs; ``groups``: the parameter
+    groups, by number.
 
-    Moments that the tier does not hold get their initial values, a missing master the weights. Where weights were
-    changed from outside, elements of the master that do not round to their weight are replaced by it.
+    Moments that the tier does not hold get their initial values, a missing master the weights. If weights were changed
+    from outside, elements of the master that do not round to their weight are replaced by the weight.
     """
     fragment = staged_span.span.fragment
     if not fragment.has_moments:
@@ -133,7 +134,9 @@ def _prepare_states(rule: Rule, groups: Groups, staged_span: StagedSpan, tensors
 
 
 def fill_moments(rule: Rule, groups: Groups, fragment: KeptFragment, tensors: Tensors) -> None:
-    """Set the moments of a span, in ``tensors`` by kind, to the initial value of ``fragment``'s parameter group."""
+    """Set the moments of a span of ``fragment``, in ``tensors`` by kind, to the initial value that ``rule`` gives for
+    the fragment's parameter group.
+    """
     for kind in fragment.moments:
         tensors[kind.name].fill_(rule.initial(groups[fragment.plan.group]))
 
@@ -148,14 +151,13 @@ def run_kernels(
     results: Sequence[Tensors] | None = None,
     threads: int = 0,
 ) -> None:
-    """Run one kernel call for all spans of the slice that share options (by number in ``groups``), step number, dtypes
-    and whether they have moments; it writes the new weights to each span's ``out``. ``tensors``: the states of every
-    span of the slice, by kind, which are updated in place, or only read where ``results``, of the same sizes, takes the
-    new ones; weights that have no master are read from each span's ``weights`` then. ``grad_scale`` multiplies
-    gradients. ``threads``: of a kernel; 0: as many as the kernels choose.
+    """Run the kernel of ``rule`` over the spans of a slice, one call for all spans that have the same options, step
+    number and dtypes; it writes new states in place and new weights to each span's ``out``.
 
-    States below float32 are rounded stochastically by the element's position, so each of their spans gets a call of its
-    own.
+    ``groups``: the parameter groups, by number. ``tensors``: the states of every span of the slice, by kind. With
+    ``results``, tensors of the same sizes, the new states go there, and ``tensors`` are only read. ``grad_scale``
+    multiplies gradients. ``threads``: of a kernel; 0: as many as the kernels choose. States below float32 are rounded
+    stochastically by the element's position, so each of their spans gets a call of its own.
     """
     batches: dict[tuple[Any, ...], KernelOperands] = {}
     for staged_span in staged_spans:
@@ -199,7 +201,8 @@ def run_kernels(
 
 def _empty_operands(span: FragmentSpan, grad_scale: float, *, apart: bool) -> KernelOperands:
     """Return the operands of a kernel call, still without spans, for all spans that share options, step number and
-    dtypes with ``span``; ``apart``: results have memory of their own.
+    dtypes with ``span``. ``grad_scale`` multiplies gradients. ``apart``: results go to memory of their own, whose
+    addresses are added like the others.
     """
     fragment = span.fragment
     state = fragment.moments[0].dtype if fragment.moments else fragment.dtype

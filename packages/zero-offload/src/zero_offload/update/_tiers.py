@@ -1,7 +1,7 @@
 """Tiers of masters and moments. A tier hands out one slice after the other and keeps what was changed.
 
-A slice is the spans of fragments that are updated together; its index is its place in the list of slices. A kind is one
-tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
+A slice is the spans of fragments that are updated together; its index is its position in the list of slices. A kind is
+one tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ SpanTensors = dict[str, torch.Tensor]  # of one span, by kind
 
 
 class LoadedSlice(NamedTuple):
-    """One slice in host memory: its index (``number``), and for each of its spans, in order, the tensors by kind."""
+    """One slice in memory: its index (``number``), and for each of its spans, in order, the tensors of state
+    by kind.
+    """
 
     number: int
     tensors: list[SpanTensors]
@@ -46,10 +48,10 @@ class Tier(Protocol):
         """
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Yield the slices with these indices in turn, each valid until the next one is requested; with ``dirty`` the
-        caller changes each and the tier keeps it.
+        """Yield the slices with these indices in turn, each valid until the next one is requested. With ``dirty`` the
+        caller changes each slice, and the tier keeps the changes.
 
-        Iterate to the end, or close the iterator: then the changes to the current slice are lost. ShardError if a slice
+        Iterate to the end, or close the iterator, which loses the changes to the current slice. ShardError if a slice
         cannot be read or an earlier one not written.
         """
 
@@ -65,22 +67,24 @@ class Tier(Protocol):
         """Return the bytes written to drives so far."""
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what was done with each folder of the files so far; nothing where there are no files."""
+        """Return, for each folder of the files, the bytes written and read so far, its speed and its state; empty
+        without files.
+        """
 
     def flush(self) -> None:
-        """Block until every slice is where the tier keeps it; raise the first write that failed."""
+        """Block until every slice has reached the tier; raise the first write that failed."""
 
     def carried_bytes(self) -> int:
         """Return the bytes that `seal` would copy now: data not written since the last seal."""
 
     def seal(self, *, durable: bool) -> Generation | None:
-        """End the current generation of the files, which are never written again, and return it; None where there are
-        no files. With ``durable`` it survives a crash.
+        """End the current generation of the files, which are never written again, and return it; None if there are no
+        files. With ``durable`` it survives a crash.
         """
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
-        """Return the extents in files (path, offset, bytes, checksum) of each ``<fragment>/<kind>``; nothing for what
-        is in memory.
+        """Return, for each ``<fragment>/<kind>``, the extents (path, offset, bytes, checksum) that hold it in files;
+        what is in memory is left out.
         """
 
     def close(self) -> None:
@@ -118,34 +122,38 @@ class HostTier:
             position += kind.nbytes(span.length)
 
     def _set_own_tensors(self, own: list[list[SpanTensors]]) -> None:
-        """Make ``own``, the tensors of each span of each slice, those of this tier until `exchange`, and from every
-        `reset` on.
+        """Set the tensors of this tier, given for each span of each slice, by kind; every `reset` comes back
+        to these.
         """
         self._own, self._tensors = own, [list(tensors) for tensors in own]
 
     def order(self, indices: Sequence[int]) -> list[int]:
-        """Return the indices as they are: there are no transfers."""
+        """Return the indices in the given order, since no order costs fewer transfers: there are none."""
         return list(indices)
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Yield the slices with these indices; changes are made in place and stay, so ``dirty`` changes nothing."""
+        """Yield the slices with these indices in turn. The caller changes the tier's own tensors in place, so ``dirty``
+        makes no difference.
+        """
         for index in indices:
             yield LoadedSlice(index, self._tensors[index])
 
     def tensors(self, index: int, number: int) -> SpanTensors:
-        """Return the tensors, by kind, of span ``number`` of the slice ``index``, valid until they are exchanged."""
+        """Return the tensors, by kind, of span number ``number`` of the slice ``index``, valid until they are
+        exchanged.
+        """
         return self._tensors[index][number]
 
     def exchange(self, index: int, number: int, tensors: SpanTensors) -> SpanTensors:
-        """Keep ``tensors``, by kind and of the same sizes, as those of span ``number`` of the slice ``index`` from now
-        on; return those that were kept before. Nothing is copied.
+        """Make ``tensors``, by kind and of the same sizes, those of span number ``number`` of the slice ``index`` from
+        now on; return those that it had before. Nothing is copied.
         """
         before, self._tensors[index][number] = self._tensors[index][number], tensors
         return before
 
     def reset(self) -> None:
-        """Undo every `exchange`, also one that was cut short; the content of a slice may be anything until the caller
-        writes it. The tiers that it exchanged with are to be reset, too.
+        """Undo every `exchange`, also one that was interrupted; the content of every slice is arbitrary then. The
+        caller also resets the tier with which tensors were exchanged.
         """
         self._set_own_tensors(self._own)
 
@@ -172,11 +180,11 @@ class HostTier:
         return 0
 
     def seal(self, *, durable: bool) -> None:
-        """Return None: there are no files."""
+        """Return None, since there are no files; ``durable`` makes no difference."""
         return None
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
-        """Return no extents: there are no files."""
+        """Return an empty mapping: there are no files."""
         return {}
 
     def close(self) -> None:
@@ -186,8 +194,8 @@ class HostTier:
 
 
 class DeviceTier(HostTier):
-    """A `Tier` in the memory of an accelerator, ``device``, for ``slices`` that are not offloaded: a tensor for each
-    state, so that each is aligned as the device's allocator does.
+    """A `Tier` in the memory of an accelerator, ``device``, for ``slices`` that are not offloaded. Each state is a
+    tensor of its own, aligned as the device's allocator does it.
     """
 
     def __init__(self, slices: Sequence[Slice], device: torch.device) -> None:
@@ -205,8 +213,8 @@ class DeviceTier(HostTier):
 
 
 class SplitTier:
-    """A `Tier` that keeps the first ``count`` slices on the tier ``first`` and the others on ``rest``, where their
-    indices begin with 0. Only ``first`` can have files. ``rest_first``: `order` begins with those on ``rest``.
+    """A `Tier` that keeps the first ``count`` slices on the tier ``first`` and the others on ``rest``, whose own
+    indices begin with 0. Only ``first`` may have files. ``rest_first``: `order` begins with the slices on ``rest``.
     """
 
     def __init__(self, first: Tier, rest: Tier, count: int, *, rest_first: bool = False) -> None:
@@ -216,15 +224,17 @@ class SplitTier:
         self._rest_first = rest_first
 
     def order(self, indices: Sequence[int]) -> list[int]:
-        """Return the indices of the first tier's slices in its order, and behind or before them the others as they
-        are.
+        """Return the indices of the slices on ``first``, in the order of that tier, and behind them (with
+        ``rest_first`` before them) the others as they are.
         """
         first = self._first.order([i for i in indices if i < self._count])
         rest = [i for i in indices if i >= self._count]
         return rest + first if self._rest_first else first + rest
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Yield the slices with these indices in turn, as `Tier.visit`; each run of one tier's indices is one visit."""
+        """Yield the slices with these indices in turn, as `Tier.visit`; successive indices on the same tier are one
+        visit of that tier.
+        """
         for on_first, run in groupby(indices, lambda index: index < self._count):
             if on_first:
                 yield from self._first.visit(list(run), dirty=dirty)
@@ -233,8 +243,8 @@ class SplitTier:
                 yield LoadedSlice(visit.number + self._count, visit.tensors)
 
     def in_memory(self, index: int) -> tuple[HostTier, int] | None:
-        """Return the tier that keeps the slice ``index`` in host or device memory, and the slice's index there; None if
-        it is in files.
+        """Return (the tier that keeps the slice ``index`` in host or device memory, the slice's index on that tier);
+        None if the slice is in files.
         """
         part, inside = (self._first, index) if index < self._count else (self._rest, index - self._count)
         return (part, inside) if isinstance(part, HostTier) else None
@@ -245,7 +255,7 @@ class SplitTier:
         self._rest.reset()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of both tiers together, by what holds them."""
+        """Return the bytes of both tiers together, by the names of `Tier.memory`."""
         first, rest = self._first.memory(), self._rest.memory()
         return {what: first[what] + rest[what] for what in first}
 
@@ -254,7 +264,7 @@ class SplitTier:
         return self._first.bytes_written() + self._rest.bytes_written()
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what the first tier, which alone can have files, did with each folder so far."""
+        """Return the `Tier.path_use` of the first tier, which alone can have files."""
         return self._first.path_use()
 
     def flush(self) -> None:
@@ -267,11 +277,13 @@ class SplitTier:
         return self._first.carried_bytes()
 
     def seal(self, *, durable: bool) -> Generation | None:
-        """Seal the first tier, which alone can have files; return its generation, None if it has none."""
+        """Seal the first tier, which alone can have files, as `Tier.seal`; return its generation, or None if it has no
+        files.
+        """
         return self._first.seal(durable=durable)
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
-        """Return the extents in files of each ``<fragment>/<kind>``; nothing for what is in memory."""
+        """Return the extents of both tiers, as `Tier.extents`."""
         return {**self._first.extents(), **self._rest.extents()}
 
     def close(self) -> None:

@@ -141,8 +141,8 @@ class DelayedUpdate:
         far, which are taken over: no shard has a gradient afterwards.
 
         Waits for the previous step and for gradients on their way from the device. ``grad_scale`` multiplies gradients
-        as they are read. Fragments named in ``absent`` are not updated. Raises the error of the previous step; this
-        one's is raised by the method that waits for it.
+        as they are read. Fragments named in ``absent`` are not updated. Raises the error of the previous step; the
+        error of this one is raised by the method that waits for it.
         """
         self.finish()
         self._options = copy_options(self._groups())
@@ -169,17 +169,19 @@ class DelayedUpdate:
         absent: Collection[str],
         gradients: Mapping[str, torch.Tensor],
     ) -> None:
-        """Wait for the copies of weights up to the event ``copied``, then step; called in the update's own thread. The
-        other arguments are those of `OffloadedUpdate.step`.
+        """Wait for the copies of weights that end with the event ``copied`` (None: for nothing), then step; runs in the
+        update's own thread. The other arguments are those of `OffloadedUpdate.step`.
         """
         if copied is not None and not copied.query():
             copied.synchronize()
         self._inner.step(grad_scale=grad_scale, absent=absent, gradients=gradients)
 
     def finish(self) -> bool:
-        """Wait for the running step and write its weights to the shards that forward reads, except those of
-        `weights_changed`; return False if none was running. Raises the step's error; no weights are written then. On an
-        accelerator work that is queued from now on sees them; the host does not wait for their copies.
+        """Wait for the running step and write its weights to the shards that forward reads, except shards given to
+        `weights_changed` since; return True, or False if no step was running. Raises the step's error; no weights are
+        written then.
+
+        On an accelerator work that is queued from now on sees the new weights; the host does not wait for their copies.
         """
         if self._running is None:
             return False
@@ -202,16 +204,16 @@ class DelayedUpdate:
         return False
 
     def half_written(self) -> str | None:
-        """Wait for the running step; return words for messages about it if it failed in the middle, so that some states
-        have taken it and others not, else None. Its error stays for `finish`.
+        """Wait for the running step. If it failed in the middle, so that some states have taken the step and others
+        not, return words for messages about that, else None. The step's error stays for `finish`.
         """
         if self._running is not None:
             wait([self._running])
         return self._inner.half_written()
 
     def _borrow_weights(self, shard: str, *, fresh: bool) -> torch.Tensor:
-        """Borrow a shard that forward reads; ``fresh``: its content may be arbitrary. ShardError for a wrong size or
-        dtype.
+        """Borrow a shard that forward reads and return it (1-D); ``fresh``: its content may be arbitrary, as it will be
+        written. ShardError if it has another size or dtype than planned.
         """
         plan = self._plans[shard]
         return check_shard_tensor(self._weights.borrow(shard, fresh=fresh), plan, plan.dtype, "weights")
@@ -239,7 +241,9 @@ class DelayedUpdate:
         return self._after_step().held(fragment)
 
     def numbers(self, fragment: str) -> dict[str, torch.Tensor]:
-        """Wait for the running step; return what `OffloadedUpdate.numbers` does: {}, as kernels keep none."""
+        """Wait for the running step; return {}, as `OffloadedUpdate.numbers` does for optimizers with a kernel, which
+        alone can be delayed. ShardError for an unknown fragment.
+        """
         return self._after_step().numbers(fragment)
 
     def states(
@@ -284,10 +288,11 @@ class DelayedUpdate:
         return self._after_step().seal(durable=durable)
 
     def _after_step(self) -> OffloadedUpdate:
-        """Wait for the running step; return the inner update, informed of weights that were changed from outside.
+        """Wait for the running step, raising its error; return the inner update, after telling it which weights were
+        changed from outside.
 
-        The step's own weights stay for `finish`: one rank alone may read states, but weights must change on all ranks
-        at the same point.
+        The step's own weights are left for `finish` to write: one rank alone may read states, but weights must change
+        on all ranks at the same point.
         """
         if self._running is not None:
             self._running.result()
@@ -310,7 +315,9 @@ class DelayedUpdate:
         return self._with_own_bytes(self._inner.memory())
 
     def _with_own_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:
-        """Return ``inner``, the bytes of the inner update, with both sets of gradients and the copy of the weights."""
+        """Return ``inner``, the bytes of the inner update by what holds them, with both sets of gradients and the copy
+        of the weights added.
+        """
         gradients = sum(own.memory()["gradients"] for own in self._sets)
         return {**inner, "gradients": gradients, "staging": inner["staging"] + self._mirror.nbytes}
 
@@ -323,11 +330,15 @@ class DelayedUpdate:
         return self._inner.bytes_written_per_day()
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what was done with each folder of masters and moments so far; nothing without files."""
+        """Return, for each folder of masters and moments, the bytes written and read so far, its speed and its state;
+        empty without files.
+        """
         return self._inner.path_use()
 
     def report(self, name: str) -> list[str]:
-        """Return lines, for people, on what was written to drives, with ``name`` in front; none for nothing."""
+        """Return lines of text, each beginning with ``name``, on what was written to drives; an empty list if nothing
+        was.
+        """
         return wear_report(name, self)
 
     def flush(self) -> None:

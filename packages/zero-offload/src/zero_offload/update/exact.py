@@ -37,8 +37,8 @@ class ExactUpdate(OffloadedUpdate):
     [Note: speculate, validate, commit] When a shard's gradient is complete, a thread computes the new states and
     weights beside the old ones, in a `Journal`, with the factor that `expect` has announced. `step` takes a result only
     if everything it assumed has come true: the factor, the gradient, the options, the fragments; else the update is
-    computed from the old states, which nothing has touched. With several gradients per step, a shard's is complete
-    when there are as many as in the step before.
+    computed from the old states, which nothing has touched. With several gradients per step, a shard's is complete when
+    there are as many as in the step before.
 
     [Note: finish beside forward] Where weights are in host memory, `step` returns before they are written. The thread
     updates the shards in the order in which `await_update` asked for them after the step before, copying results that
@@ -46,12 +46,12 @@ class ExactUpdate(OffloadedUpdate):
     wait for all. Weights on an accelerator, and shards planned with ``read_at_once``, are written before `step`
     returns.
 
-    Arguments are those of `OffloadedUpdate`. ``journal_nbytes`` bounds the journal; shards that have no place in it,
-    the first ones of ``shards``, are updated at the step. ValueError for a tier with files, for weights in files, and
-    for a ``ratio`` below 1 on an accelerator.
+    Arguments are those of `OffloadedUpdate`. ``journal_nbytes`` bounds the journal; shards that do not fit into it, the
+    first ones of ``shards``, are updated at the step. ValueError for a tier with files, for weights in files, and for a
+    ``ratio`` below 1 on an accelerator.
 
-    An update that fails after `step` has returned is told by every later call, as OffloadError with step and shard;
-    states are half updated then, until `reset`. A speculation that fails changes nothing: it is computed again.
+    If an update fails after `step` has returned, every later call raises OffloadError with step and shard; states are
+    half updated then, until `reset`. A speculation that fails changes nothing: the update is computed again.
 
     Attributes:
         rate: counts of what speculation has achieved.
@@ -122,20 +122,20 @@ class ExactUpdate(OffloadedUpdate):
     # Gradients
 
     def borrow_gradient(self, shard: str) -> tuple[torch.Tensor, bool]:
-        """Return host memory (1-D) to reduce a shard's gradient into, as `OffloadedUpdate.borrow_gradient`, after the
-        shard's update of the step before. What was computed with the gradient so far is discarded.
+        """Return host memory (1-D) to reduce a shard's gradient into, as `OffloadedUpdate.borrow_gradient`, once the
+        shard's update of the step before has ended. What was computed from the gradient beforehand is discarded.
         """
         self._prepare_change(shard)
         return super().borrow_gradient(shard)
 
     def give_back_gradient(self, shard: str) -> None:
-        """Take over the gradient in the borrowed memory; if it is complete, begin the shard's update."""
+        """Take over the gradient in the borrowed memory; if the gradient is complete now, begin the shard's update."""
         super().give_back_gradient(shard)
         self._speculate(shard)
 
     def add_gradient(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Add a shard's gradient to the sum, as `OffloadedUpdate.add_gradient`; if that is complete, begin the shard's
-        update.
+        """Add a shard's gradient to the sum and return the sum, as `OffloadedUpdate.add_gradient`; if the sum is
+        complete now, begin the shard's update.
         """
         self._prepare_change(shard)
         total = super().add_gradient(shard, gradient)
@@ -148,20 +148,24 @@ class ExactUpdate(OffloadedUpdate):
 
     def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
         """Return a context manager that yields a shard's gradient in host memory, as `OffloadedUpdate.gradient`. With
-        ``dirty``, this waits for an update that `step` has left running with the gradient, and what was computed
-        beforehand is discarded.
+        ``dirty`` it waits, on entry, for an update that `step` has left running with the gradient, and discards what
+        was computed from it beforehand.
         """
         return self._changed_gradient(shard) if dirty else super().gradient(shard)
 
     @contextmanager
     def _changed_gradient(self, shard: str) -> Iterator[torch.Tensor]:
-        """Return the context manager of `gradient` with ``dirty``, which waits until nothing reads the gradient."""
+        """Return the context manager of `gradient` with ``dirty``: it waits until nothing reads the shard's gradient
+        any more, then yields it to be changed.
+        """
         self._prepare_change(shard)
         with super().gradient(shard, dirty=True) as tensor:
             yield tensor
 
     def clear_gradients(self) -> None:
-        """Discard all gradients, and what was computed with them. Updates that `step` has left running keep theirs."""
+        """Discard all gradients, and what was computed from them beforehand. Updates that `step` has left running are
+        not disturbed.
+        """
         if self._reductions:
             self.rate.note(replay=True)  # the step was skipped
             self.rate.redone += len(self._speculations.begun)
@@ -170,7 +174,9 @@ class ExactUpdate(OffloadedUpdate):
         self._gradients.clear()
 
     def _begin_collecting(self) -> None:
-        """Remember how many gradients each shard has had for this step, and begin to count those for the next."""
+        """Keep how many gradients each shard has had for this step, by which those of the next step count as complete,
+        and begin to count anew.
+        """
         self._usual, self._reductions = self._reductions or self._usual, {}
 
     def _collected_gradients(self) -> CollectedGradients:
@@ -179,8 +185,8 @@ class ExactUpdate(OffloadedUpdate):
         return self._gradients
 
     def _prepare_change(self, shard: str) -> None:
-        """Make it safe to change a shard's gradient or weights: wait for its update, and drop what was computed from
-        them beforehand. ShardError for an unknown shard.
+        """Make it safe to change a shard's gradient or weights: wait for the shard's update, and drop what was computed
+        from them beforehand. ShardError for an unknown shard.
         """
         known_shard(self._by_shard, shard)
         self._updates.wait_for(shard)
@@ -189,12 +195,14 @@ class ExactUpdate(OffloadedUpdate):
     # Speculation
 
     def expect(self, grad_scale: float) -> None:
-        """Announce the ``grad_scale`` that the next `step` will have unless it clips: 1 over the loss scale."""
+        """Announce the ``grad_scale`` of the next `step`, with which updates are computed beforehand: 1 over the loss
+        scale. A step that clips will have another one.
+        """
         self._expected = grad_scale
 
     def _speculate(self, shard: str) -> None:
-        """Count a gradient of a shard; begin the shard's update if the gradient is complete by the experience of the
-        step before.
+        """Count a gradient of a shard. If there are as many now as in the step before, begin the shard's update,
+        provided that the journal has memory for it and speculation is on.
         """
         self._reductions[shard] = self._reductions.get(shard, 0) + 1
         fragments = self._by_shard[shard]
@@ -208,7 +216,9 @@ class ExactUpdate(OffloadedUpdate):
         self._speculations.begin(shard, gradient, weights, Assumed(options, self._expected), events)
 
     def _discard(self, shards: Collection[str]) -> None:
-        """Drop what was computed beforehand for these shards; wait for what is being computed."""
+        """Drop the updates of these shards that were begun before the step, waiting for one that is being computed, and
+        give back their lent weights.
+        """
         for shard in shards:
             if self._speculations.drop(shard):
                 self._lent.give_back_lent(shard, dirty=False)
@@ -223,12 +233,12 @@ class ExactUpdate(OffloadedUpdate):
         absent: Collection[str] = (),
         gradients: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Update every fragment whose shard has a gradient, as `OffloadedUpdate.step`; may return before it is done.
+        """Update every fragment whose shard has a gradient, as `OffloadedUpdate.step`; may return before that is done.
 
-        OffloadError, once, if memory for updates beforehand could not be provided; the step may be tried again.
-        ValueError for ``gradients``, which are collected, and for options of a group that cannot be updated with;
-        nothing was changed then. If an exception ends this in the middle, KeyboardInterrupt for one, steps and reads of
-        states are refused until `reset`, as after any step that failed.
+        OffloadError, once, if the system could not provide memory for updates beforehand; the step may be tried again.
+        ValueError if ``gradients`` are given, since they are collected, and for options of a group that cannot be
+        updated with; nothing was changed then. If an exception ends this call in the middle, KeyboardInterrupt for one,
+        steps and reads of states are refused until `reset`, as after any step that failed.
         """
         self.finish()
         if gradients is not None:
@@ -251,14 +261,18 @@ class ExactUpdate(OffloadedUpdate):
         self._failed = False
 
     def _check_touched(self) -> None:
-        """Raise OffloadError, once, if the system could not provide the journal's memory; wait for nothing."""
+        """Raise OffloadError, once, if providing the journal's memory has failed; do not wait if it is still
+        under way.
+        """
         if self._touched is not None and self._touched.done():
             touched, self._touched = self._touched, None
             if (error := touched.exception()) is not None:
                 raise OffloadError(f"memory for updates beside backward could not be provided: {error}") from error
 
     def _update_in_place(self, shards: Collection[str], grad_scale: float, absent: Collection[str]) -> None:
-        """Update these shards in place from their gradients, as `step` does, without its checks."""
+        """Update these shards in place from their gradients, as `step` does, without its checks; ``absent`` fragments
+        are left out.
+        """
         given = self._parts.gradients
         if isinstance(given, CallerGradients):
             given.give({shard: self._gradients.memory_of(shard) for shard in shards})
@@ -267,8 +281,9 @@ class ExactUpdate(OffloadedUpdate):
             given.clear()
 
     def await_update(self, shard: str) -> None:
-        """Wait until the weights of a shard are those of the last step; at once where no update of it runs. Raises
-        OffloadError, with step and shard, if an update has failed since `step` returned.
+        """Wait until the weights of a shard are those of the last step; return at once if no update of the shard runs.
+        The shards that are asked for first are updated first at the next step. OffloadError, with step and shard, if an
+        update has failed since `step` returned.
         """
         self._asked.setdefault(shard)
         self._updates.wait_for(shard)
@@ -285,14 +300,15 @@ class ExactUpdate(OffloadedUpdate):
         return False
 
     def half_written(self) -> str | None:
-        """Wait for the updates that `step` has left running; return words for messages about what failed in the middle,
-        with step and shard of an update that failed since; None if nothing did.
+        """Wait for the updates that `step` has left running. If a step, or one of these updates, failed in the middle,
+        so that some weights and states have taken the step and others not, return words for messages about that (with
+        step and shard of the update); else None.
         """
         return self._updates.failed_update() or super().half_written()
 
     def weights_changed(self, shard: str) -> None:
-        """Record that a shard's weights were changed from outside, as `OffloadedUpdate.weights_changed`; waits for the
-        shard's update.
+        """Wait for the shard's update, then record that the shard's weights were changed from outside, as
+        `OffloadedUpdate.weights_changed`.
         """
         self._prepare_change(shard)
         super().weights_changed(shard)
@@ -309,19 +325,23 @@ class ExactUpdate(OffloadedUpdate):
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """`finish`, then yield (fragment, state) as `OffloadedUpdate` does; never a speculation's state."""
+        """`finish`, then return an iterator of (fragment, state), as `OffloadedUpdate.states`; results computed
+        beforehand are never among them.
+        """
         self.finish()
         return super().states(fragments, stale_masters=stale_masters, decoded=decoded)
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """`finish`, discard what was computed beforehand, and replace the states of the fragments named, as
-        `OffloadedUpdate` does."""
+        """`finish`, discard what was computed beforehand, and replace states of the fragments named, as
+        `OffloadedUpdate.write`.
+        """
         self._begin_writing()
         super().write(states)
 
     def restart(self, fragments: Collection[str]) -> None:
-        """`finish`, discard what was computed beforehand, and reset the moments and the step count of the fragments
-        named, as `OffloadedUpdate` does."""
+        """`finish`, discard what was computed beforehand, and reset the moments and step counts of the fragments named,
+        as `OffloadedUpdate.restart`.
+        """
         self._begin_writing()
         super().restart(fragments)
 
@@ -336,7 +356,7 @@ class ExactUpdate(OffloadedUpdate):
         super().reset()
 
     def _begin_writing(self) -> None:
-        """Wait for updates, and drop those that were begun beforehand; states are about to be written."""
+        """Prepare for writing states: wait for updates that run, and drop those that were begun before their step."""
         self.finish()
         self._discard(self._speculations.begun)
         self._options = copy_options(self._live_groups())
@@ -360,13 +380,14 @@ class ExactUpdate(OffloadedUpdate):
         return self._with_own_bytes(super().memory())
 
     def _with_own_bytes(self, others: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes of ``others`` with those of the gradients and of the journal added."""
+        """Return ``others``, bytes by what holds them, with those of this update's gradients and journal added."""
         gradients = others["gradients"] + self._gradients.memory()["gradients"]
         return {**others, "gradients": gradients, "staging": others["staging"] + self._journal.nbytes}
 
     def report(self, name: str) -> list[str]:
-        """Return lines, for people, on what was written to drives and how much was computed beforehand, with ``name``
-        in front."""
+        """Return lines of text, each beginning with ``name``: on what was written to drives, and on how much was
+        computed beforehand.
+        """
         return [*super().report(name), f"{name}: {self.rate.text()}"]
 
     def flush(self) -> None:
@@ -386,7 +407,8 @@ class ExactUpdate(OffloadedUpdate):
 
 def _stop(thread: ThreadPoolExecutor, gradients: HostGradients, journal: Journal) -> None:
     """End the thread and free the memory of gradients and journal. Waits for the update that runs; updates that are
-    queued never run, and first-touching of the journal stops early."""
+    queued never run, and `Journal.touch` stops early.
+    """
     journal.stop_touching()
     thread.shutdown(wait=True, cancel_futures=True)
     gradients.close()

@@ -30,8 +30,8 @@ class FragmentPlan:
     parameter group.
 
     ``name`` is unique over all shards; files have extents ``<name>/<kind>``. ``group``: the number of the parameter
-    group. ``element_offset``: global position of element 0, which anchors random numbers and 8-bit blocks, so that
-    results are the same on every tier and for every way of cutting; a multiple of 256 where states are 8-bit.
+    group. ``element_offset``: the global position of its first element, which anchors random numbers and 8-bit blocks,
+    so that results are the same on every tier and for every way of cutting; a multiple of 256 where states are 8-bit.
     """
 
     name: str
@@ -103,8 +103,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_shard_tensor(tensor: torch.Tensor, shard: ShardPlan, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """Return the tensor; ShardError, naming the shard, if it is not 1-D, contiguous, of the shard's size and of
-    ``dtype``. ``what`` names the tensor in the message.
+    """Return ``tensor`` if it is 1-D, contiguous, of the shard's size and of ``dtype``; else ShardError, naming the
+    shard. ``what`` names the tensor in the message.
     """
     if tensor.shape != (shard.numel,) or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ShardError(

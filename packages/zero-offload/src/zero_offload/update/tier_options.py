@@ -69,11 +69,12 @@ class TierOptions:
             raise ValueError(f"state_dtype: expected None, torch.bfloat16 or torch.int8, got {self.state_dtype}")
 
     def check_device(self, device: torch.device, optimizer: OptimizerLike, *, beside: bool) -> None:
-        """Raise ValueError if the update of ``optimizer`` cannot be where these options put it.
+        """Raise ValueError if these options do not allow the update of ``optimizer``, with weights on ``device``.
+        ``beside``: the update runs beside forward and backward.
 
-        Without a kernel for it, moments must have the update's dtype, and it cannot be ``beside`` forward and backward.
-        What stays on an accelerator (``tier="host"`` with a ``ratio`` below 1 and a ``device`` that is not the CPU) has
-        the same two limits, and torch must have the optimizer.
+        An optimizer without a kernel must have moments in the update's dtype, and cannot run ``beside``. The same holds
+        if a part of the states stays on an accelerator (``tier="host"`` with a ``ratio`` below 1); then torch must also
+        have the optimizer.
         """
         rule = find_rule(optimizer)
         name, stays = rule.template.__name__, self.tier == "host" and self.ratio != 1.0 and device.type != "cpu"

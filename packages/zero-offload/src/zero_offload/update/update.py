@@ -110,16 +110,16 @@ class OffloadedUpdate:
 
     def borrow_gradient(self, shard: str) -> tuple[torch.Tensor, bool]:
         """Return host memory (1-D) to reduce a shard's gradient into, and whether it holds the sum of earlier
-        gradients.
+        gradients; if not, its content is arbitrary.
 
-        If not, its content is arbitrary. Give it back by `give_back_gradient` before the next call for the same shard.
-        ShardError if the shard is not updated here; OffloadError if the caller keeps the gradients, or after `close`.
+        Give it back by `give_back_gradient` before the next call for the same shard. ShardError if the shard is not
+        updated here; OffloadError if the caller keeps the gradients, or after `close`.
         """
         return self._collected_gradients().borrow(shard)
 
     def give_back_gradient(self, shard: str) -> None:
-        """Take over the gradient in the borrowed memory, which the caller must not use any more: the shard has one
-        now.
+        """Take over the gradient in the memory that `borrow_gradient` returned: the shard has a gradient from now on.
+        The caller must not use the memory any more. Errors as in `borrow_gradient`.
         """
         self._collected_gradients().give_back(shard, dirty=True)
 
@@ -127,7 +127,8 @@ class OffloadedUpdate:
         """Add a shard's gradient (1-D, on any device) to the sum of earlier ones. Return the sum on that device, in 1-D
         parts that follow each other, valid for work that is queued before the next gradient of the shard.
 
-        The tensor may be freed at once, but not written before `flush` or the step. Errors as in `borrow_gradient`.
+        The tensor may be freed at once, but must not be written to before `flush` or the step. Errors as in
+        `borrow_gradient`.
         """
         return self._collected_gradients().add(shard, gradient)
 
@@ -150,11 +151,11 @@ class OffloadedUpdate:
         return borrowed_gradient(self._collected_gradients(), shard, dirty=dirty)
 
     def clear_gradients(self) -> None:
-        """Discard all gradients; collected ones stay, also beyond a step, until this is called."""
+        """Discard all gradients. Collected ones are kept, also by `step`, until this is called."""
         self._parts.gradients.clear()
 
     def _collected_gradients(self) -> CollectedGradients:
-        """Return the collected gradients; OffloadError if the caller keeps the gradients, or after `close`."""
+        """Return the object that collects the gradients; OffloadError if the caller keeps them, or after `close`."""
         self._check_open()
         if isinstance(self._parts.gradients, CallerGradients):
             raise OffloadError("the caller keeps the gradients; give them to step(gradients=…)")
@@ -192,7 +193,9 @@ class OffloadedUpdate:
             self._parts.gradients.clear()
 
     def _update_fragments(self, grad_scale: float, absent: Collection[str]) -> None:
-        """Update the fragments of all shards that have a gradient, except those named in ``absent``, as `step` does."""
+        """Update the fragments of all shards that have a gradient, except those named in ``absent``, as `step` does,
+        without its checks.
+        """
         fragments = {
             fragment
             for shard, own in self._by_shard.items()
@@ -236,8 +239,8 @@ class OffloadedUpdate:
         return False
 
     def half_written(self) -> str | None:
-        """Return what has failed in the middle, as words for messages, so that some weights and states have taken a
-        step and others not; None if all of them are those of whole steps.
+        """Return words for messages about a step that failed in the middle, so that some weights and states have taken
+        it and others not; None if there is no such step.
         """
         return "a step" if self._failed else None
 
@@ -272,8 +275,9 @@ class OffloadedUpdate:
         return known.step, {kind.name: kind.dtype for kind in known.kinds if known.keeps(kind)}
 
     def numbers(self, fragment: str) -> dict[str, torch.Tensor]:
-        """Return what torch's optimizer keeps of a fragment beside moments and ``step``: 0-D tensors, with the values
-        of an example before the first step. ShardError for an unknown fragment.
+        """Return what torch's optimizer keeps of a fragment beside moments and ``step``, by name, as 0-D tensors;
+        before the first step these are examples of the right type. Empty for optimizers with a kernel. ShardError for
+        an unknown fragment.
         """
         known = self._fragment_named(fragment)
         examples = self._rule.numbers(self._groups()[known.plan.group])
@@ -323,8 +327,8 @@ class OffloadedUpdate:
         return found
 
     def restart(self, fragments: Collection[str]) -> None:
-        """Reset the moments and the step count of the fragments named, not their masters; ShardError for an unknown
-        one, and none is reset then.
+        """Reset the moments and the step counts of the fragments named; their masters stay. ShardError for an unknown
+        fragment; none is reset then.
         """
         self._check_open()
         named = [self._fragment_named(name) for name in fragments]
@@ -399,11 +403,15 @@ class OffloadedUpdate:
         return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what was done with each folder of masters and moments so far; nothing without files."""
+        """Return, for each folder of masters and moments, the bytes written and read so far, its speed and its state;
+        empty without files.
+        """
         return self._parts.tier.path_use()
 
     def report(self, name: str) -> list[str]:
-        """Return lines, for people, on what was written to drives, with ``name`` in front; none for nothing."""
+        """Return lines of text, each beginning with ``name``, on what was written to drives; an empty list if nothing
+        was.
+        """
         return wear_report(name, self)
 
     def flush(self) -> None:
