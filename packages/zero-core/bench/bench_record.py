@@ -20,7 +20,7 @@ import zero_core
 from zero_comm import Ledger, Tag, run_ranks
 from zero_core.recording.ledger import RecordedLedger
 from zero_report import RecordWriter, SpanKind, read_run
-from zero_report.record.reader import Block
+from zero_report.record.parsing import Block
 from zero_report.record.schema import COLLECTIVES
 
 RANKS, BLOCKS, BATCH, STEPS, REPLAYS = 2, 12, 64, 30, 400

@@ -95,6 +95,29 @@ def freezing(tmp_path: Path) -> Iterator[Path]:
     unmount(tmp_path / "freezing")
 
 
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    return [tmp_path / name for name in ("first", "second")]
+
+
+@pytest.fixture
+def engine() -> Iterator[aio.Engine]:
+    with aio.Engine() as made:
+        yield made
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
 @pytest.fixture(params=["disk", "xfs", "tmpfs"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A folder on each file system in turn."""

@@ -18,7 +18,8 @@ from .machine import Machine
 from .planned import Plan, RankPlan
 
 if TYPE_CHECKING:
-    from zero_report.record.reader import Attempt, Block, RankRecord
+    from zero_report.record.parsing import Block
+    from zero_report.record.reader import Attempt, RankRecord
 
 _LEARNING = 2  # steps in which the engine learns the order of its units
 _OWNERS = {"parameter shards": "parameters", "secondary shards": "parameters", "placeholders": "parameters"}

@@ -15,7 +15,8 @@ from rich.text import Text
 from .analysis.analyse import analyse
 from .page.curves import curves
 from .page.figures import totals
-from .record.reader import Array, RecordError, Run, read_run
+from .record.parsing import Array
+from .record.reader import RecordError, Run, read_run
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 48

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .record.reader import Attempt, Span, read_run
+from .record.parsing import Span
+from .record.reader import Attempt, read_run
 from .record.schema import COLLECTIVES, TIERS, SpanKind
 
 _TRACKS = ("passes", "collectives", "tiers", "units")

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..record.reader import Attempt, Block
+from ..record.parsing import Block
+from ..record.reader import Attempt
 from .units import subject_of
 from .waiting import Cause, CauseKind, Loss, losses
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..record.reader import Attempt, Block, RankRecord, Run
+from ..record.parsing import Block
+from ..record.reader import Attempt, RankRecord, Run
 from ..record.schema import COLLECTIVES, SpanKind
 
 _ALIVE_SECONDS = 5.0  # a rank that last wrote less than this ago is alive; a record is written twice a second

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..record.reader import Block
+from ..record.parsing import Block
 from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
 _DRIVE = "drive, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..record.reader import Block, Span
+from ..record.parsing import Block, Span
 from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..record.reader import Block, Span
+from ..record.parsing import Block, Span
 from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
 _MAX_DEPTH = 6  # length of a chain of collectives that wait for one another

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..record.reader import Array, RankRecord, Run
+from ..record.parsing import Array
+from ..record.reader import RankRecord, Run
 from ..record.schema import OWNERS
 
 _POINTS = 1200

@@ -10,7 +10,8 @@ import numpy as np
 from ..analysis.analyse import Analysis
 from ..analysis.causes import Share, cause_text
 from ..analysis.ending import describe_attempt_end
-from ..record.reader import Array, Attempt, RankRecord, Run
+from ..record.parsing import Array
+from ..record.reader import Attempt, RankRecord, Run
 from ..record.schema import OWNERS, SpanKind
 from .curves import WAITS, tables
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..analysis.causes import Causes
-from ..record.reader import Attempt, Block
+from ..record.parsing import Block
+from ..record.reader import Attempt
 from ..record.schema import OWNERS
 
 _STEPS = 24

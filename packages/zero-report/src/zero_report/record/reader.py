@@ -4,66 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from . import lines
-from .schema import COLUMN_NAMES, FAILURE_FILE, SCHEMA_VERSION, rank_file
-from .shapes import failure_fault, is_block, is_head, is_note, is_number, load_json
+from .parsing import Array, Block, parse_block, parse_line, parse_table
+from .schema import FAILURE_FILE, SCHEMA_VERSION, rank_file
+from .shapes import failure_fault, is_head, is_note, load_json
 
-Array = NDArray[np.float64]
 _STEP_PREFIX = re.compile(rb'\{"step":(\d+)')
 _RANK_FILE = re.compile(r"rank-(\d{5,})\.(?:notes|table|timeline)$")
 
 
 class RecordError(Exception):
     """Raised if there is no record, or none that this version can read."""
-
-
-class Span(NamedTuple):
-    """One span of a step: a run of time in which a rank did one thing.
-
-    Times are in microseconds, ``begin`` from the start of the rank's step; in the last ``waited`` of them the rank only
-    waited. ``kind``: a `SpanKind`; ``name``: the unit, parameter or message that it is for; ``nbytes``: bytes moved.
-    """
-
-    kind: int
-    name: str
-    begin: int
-    duration: int
-    waited: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        """End of the span, in microseconds from the start of the step."""
-        return self.begin + self.duration
-
-
-@dataclass(frozen=True)
-class Block:
-    """The spans of one rank in one step.
-
-    ``began``: Unix seconds. ``us``: microseconds of the step. ``left_out``: number of spans that were not recorded.
-    ``memory``: pairs of microseconds and bytes by owner. ``open``: the step had not ended, nor had its last
-    ``under_way`` spans.
-    """
-
-    step: int
-    began: float
-    us: int
-    spans: tuple[Span, ...]
-    left_out: int
-    memory: tuple[tuple[int, dict[str, int]], ...]
-    open: bool
-    under_way: int = 0
 
 
 @dataclass
@@ -94,7 +52,7 @@ class RankRecord:
         """Return the spans of a step, parsed at every call; None if they were not kept, or are not laid out as
         spans."""
         body = self._bodies.get(step)
-        return None if body is None else _parse_block(body)
+        return None if body is None else parse_block(body)
 
     def last_block(self) -> Block | None:
         """Return the spans of the newest step, which may not have ended; None as for `block`."""
@@ -287,7 +245,7 @@ def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
     """
     files = {part: folder / rank_file(rank, part) for part in ("notes", "table", "timeline")}
     bodies = _read_lines(files["notes"], problems, begins_empty=False)
-    parsed = [_parse_line(body) for body in bodies]
+    parsed = [parse_line(body) for body in bodies]
     head: dict[str, Any] = parsed.pop(0) if parsed and is_head(parsed[0]) else {}
     if head.get("schema", SCHEMA_VERSION) > SCHEMA_VERSION:
         raise RecordError(
@@ -297,7 +255,7 @@ def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
     notes = [note for note in parsed if is_note(note) and note["note"] != "head"]
     _count_misshapen(files["notes"], len(parsed) - len(notes), len(bodies), problems)
     bodies = _read_lines(files["table"], problems, begins_empty=False)
-    table, left_out = _parse_table(bodies)
+    table, left_out = parse_table(bodies)
     _count_misshapen(files["table"], left_out, len(bodies), problems)
     bodies = _read_lines(files["timeline"], problems)
     steps = [(match, body) for body in bodies if (match := _STEP_PREFIX.match(body))]
@@ -334,74 +292,3 @@ def _read_lines(path: Path, problems: list[str], *, begins_empty: bool = True) -
     elif not found.bodies and not begins_empty:
         problems.append(f"{path.parent.name}/{path.name}: is empty")
     return found.bodies
-
-
-def _parse_line(body: bytes) -> Any:
-    """Return the value of a line's JSON; None if it is no JSON."""
-    try:
-        return load_json(body)
-    except ValueError:
-        return None
-
-
-def _parse_lines(bodies: list[bytes]) -> list[Any]:
-    """Return the value of each line's JSON, as `_parse_line` does, faster where all lines are JSON."""
-    try:
-        values = load_json(b"[" + b",".join(bodies) + b"]")
-    except ValueError:
-        values = []
-    return values if len(values) == len(bodies) else [_parse_line(body) for body in bodies]
-
-
-def _is_cell(value: Any) -> bool:
-    """Return whether a table may have ``value`` in a row."""
-    return value is None or is_number(value)
-
-
-def _parse_table(bodies: list[bytes]) -> tuple[dict[str, Array], int]:
-    """Return the columns of a table by name, with NaN for missing ones, and the number of lines left out: rows with
-    another number of values, or with no numbers for the steps and seconds that they cover.
-
-    If the line with the names is damaged, they are taken to be those of this version.
-    """
-    rows, names = _parse_lines(bodies), list(COLUMN_NAMES)
-    if rows and isinstance(rows[0], list) and rows[0] and all(isinstance(name, str) for name in rows[0]):
-        names = rows.pop(0)
-    whole = [row for row in rows if isinstance(row, list) and len(row) == len(names)]
-    try:
-        values = np.array(whole, dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):
-        values = np.empty(0)
-    if whole and values.ndim != 2:
-        values = np.array([row for row in whole if all(map(_is_cell, row))], dtype=np.float64)
-    values = values.reshape(-1, len(names))
-    columns = {name: values[:, number] for number, name in enumerate(names)}
-    table = {**{name: np.full(len(values), np.nan) for name in COLUMN_NAMES}, **columns}
-    known = np.logical_and.reduce([np.isfinite(table[name]) for name in ("first", "steps", "began", "seconds")])
-    if not known.all():
-        table = {name: column[known] for name, column in table.items()}
-    return table, len(rows) - int(known.sum())
-
-
-def _parse_block(body: bytes) -> Block | None:
-    """Return the spans of a step from the JSON of a line of the timeline; None if it is not laid out as such."""
-    value = _parse_line(body)
-    if not is_block(value):
-        return None
-    return Block(
-        step=value["step"],
-        began=value["began"],
-        us=value["us"],
-        spans=tuple(_parse_spans(value["names"], value["spans"])),
-        left_out=value["left_out"],
-        memory=tuple((at, owners) for at, owners in value["memory"]),
-        open=value.get("open", False),
-        under_way=value.get("under_way", 0),
-    )
-
-
-def _parse_spans(names: list[str], flat: list[int]) -> Iterator[Span]:
-    """Yield the spans of a block; ``flat``: six integers for each, of which the second is an index into ``names``."""
-    for at in range(0, len(flat), 6):
-        kind, name, begin, duration, waited, nbytes = flat[at : at + 6]
-        yield Span(kind, names[name], begin, duration, waited, nbytes)
