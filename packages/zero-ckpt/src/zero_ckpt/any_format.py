@@ -1,5 +1,8 @@
 """Open or restore the newest whole checkpoint of a root, be it this package's or DeepSpeed's.
 
+A root is a directory of checkpoints, each in a folder that is named by its tag. A checkpoint is whole if nothing in it
+is missing or damaged, as far as opening it examines that.
+
 [Note: one rank chooses]
 The first rank reads `latest` and lists the root, and all ranks open what it names: another rank might read `latest`
 before or after a save replaces it. Each then tells what it found, as folders of one name may differ between nodes.
@@ -63,7 +66,8 @@ def open_any(
     while True:
 
         def choose(no_own: bool = own_failed is not None) -> list[Any] | None:
-            """Return the result of `_choose_next` on the first rank, None on the others."""
+            """Return the result of `_choose_next` on the first rank, None on the others. `no_own`: leave this package's
+            checkpoints out."""
             return _choose_next(directory, tag, skipped, no_own=no_own) if group.rank == 0 else None
 
         chosen = run_on_all_ranks(group, what, choose)[0]
@@ -109,14 +113,17 @@ def restore_any(
     coordinator: Coordinator | None = None,
     opened: Checkpoint | None = None,
 ) -> tuple[Checkpoint, T]:
-    """Open a checkpoint as `open_any` does, and let `fill` read what it needs, as `restore` does with this package's
-    own; collective when given a coordinator. `opened`: what `open_any` has just returned, to begin with. Raises as
-    `open_any` and `restore` do."""
+    """Open a checkpoint as `open_any` does, call `fill` with it, and return the checkpoint and what `fill` returned;
+    collective when given a coordinator.
+
+    Where `fill` meets damage, the next older whole checkpoint is opened, as in `restore`. `opened`: a checkpoint that
+    `open_any` has just returned, to begin with; None opens one. Raises as `open_any` and `restore` do.
+    """
     return restore(root, fill, tag, coordinator=coordinator, opener=open_any, opened=opened)
 
 
 def holds_any(root: str | os.PathLike[str]) -> bool:
-    """Return whether `root` is or holds a checkpoint of either format, whole or not, so that `open_any` opens one or
+    """Return whether `root` is or holds a checkpoint of either format, whole or not: if so, `open_any` opens one or
     raises DamagedError."""
     directory = Path(root)
     if holds_checkpoint(directory) or is_foreign(directory):
@@ -132,15 +139,18 @@ def _open_deepspeed(
     group: Coordinator,
     what: str,
 ) -> ForeignCheckpoint:
-    """Open DeepSpeed's directory `name` of a root (None: the root itself) and verify this rank's share of its files.
+    """Open DeepSpeed's directory `name` of a root (None: the root itself) and verify this rank's share of its files;
+    collective.
 
-    Collective; `what` begins errors. Raises CheckpointError when the ranks find different contents, and ReplacedError
-    when a save replaces it meanwhile.
+    `report` says which checkpoint was asked for, `skipped` maps the tags passed over to their problems, and `what`
+    begins errors. Raises CheckpointError when the ranks find different contents, and ReplacedError when a save replaces
+    the directory meanwhile.
     """
     found: list[ForeignCheckpoint] = []
 
     def part() -> list[int | str]:
-        """Open the directory and verify a share of the files; return what all ranks must find alike."""
+        """Open the directory and verify this rank's share of the files; return what all ranks must find alike (see
+        `ForeignCheckpoint.summary`)."""
         directory = root if name is None else find_directory(root, name)
         if directory is None:
             raise CheckpointError(f"{root} has no {name!r} here, as the first rank has; it must be shared by all ranks")
@@ -157,7 +167,8 @@ def _open_deepspeed(
         return [*found[0].summary(), len(files)]
 
     def still_there() -> None:
-        """Raise ReplacedError when a save has replaced the directory, as other ranks may have opened the new one."""
+        """Raise ReplacedError when a save has replaced the directory since this rank opened it: other ranks may have
+        opened the new one."""
         with found[0].unreplaced():
             pass
 
@@ -174,12 +185,13 @@ def _open_deepspeed(
 
 
 def _choose_next(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_own: bool) -> list[Any] | None:
-    """Return [is of DeepSpeed, name, passed over, not the one of `latest`] of the checkpoint to open next, or None
-    where all are in `skipped`.
+    """Return a list that describes the checkpoint to open next, or None when all of the root are in `skipped`, a map
+    from tags to their problems.
 
-    The name is None for the root itself if that is DeepSpeed's, else for what `open_checkpoint` finds without a tag.
-    Passed over is a list: of [tag, problem] of the checkpoint that `latest` names, if another is preferred to it; empty
-    otherwise. `no_own`: this package's checkpoints are not considered.
+    The list is [whether it is DeepSpeed's, its name, those passed over, whether it is another one than `latest` names].
+    The name is None for the root itself if that is DeepSpeed's, and for whatever `open_checkpoint` finds without a tag.
+    Those passed over are pairs [tag, problem]: the one that `latest` names, if another is preferred to it. `no_own`:
+    this package's checkpoints are not considered.
     """
     if tag is not None:
         return [is_tag(tag) and _is_deepspeed(root, tag), tag, [], False]
@@ -206,14 +218,15 @@ def _choose_next(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_
 
 
 def _is_deepspeed(root: Path, name: str) -> bool:
-    """Return whether a tag of a root is a checkpoint of DeepSpeed, also one that a save has moved aside for now."""
+    """Return whether the tag `name` of a root is a checkpoint of DeepSpeed, also one that a save has moved aside to
+    replace it."""
     directory = find_directory(root, name)
     return directory is not None and is_foreign(directory)
 
 
 def _latest_tag(root: Path) -> str | None:
-    """Return the tag in `latest`, else in `latest_universal`; None without either, or where one is damaged, which
-    `open_checkpoint` reports."""
+    """Return the tag in `latest`, else in `latest_universal`; None if there is neither file, or if `latest` is damaged,
+    which `open_checkpoint` reports."""
     try:
         named = read_latest(root)
         if named is not None:

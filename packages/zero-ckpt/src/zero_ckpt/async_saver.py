@@ -96,7 +96,8 @@ class AsyncSaver:
         meanwhile: Callable[[], Mapping[str, Any]] = dict,
         **options: Any,
     ) -> None:
-        """Copy `intervals` and start a save with the options of `save_sharded`; waits while `max_pending` saves run.
+        """Copy `intervals` and start to save them as checkpoint `<root>/<tag>` in the background; waits while
+        `max_pending` saves run. `options` are further arguments of `save_sharded`.
 
         Every rank calls it, in the same order; the ranks talk on the background thread only. `memory` is copied in one
         piece before the call returns. `later_intervals` is called with these copies on the copying thread, and returns
@@ -107,8 +108,8 @@ class AsyncSaver:
 
         When the call returns, the tensors may change, except those of intervals with a `version` or from
         `later_intervals`: these may change once `copied` returns. Client state that is not plain data, or other input
-        that cannot be copied, raises here; the other ranks learn of it as of any failure. The failure of an earlier
-        save is raised after this one was started, so that ranks that learn of it at different times stay in step.
+        that cannot be copied, raises here; on the other ranks this save fails. If an earlier save has failed, its
+        exception is raised after this save was started, so that ranks that learn of it at different times stay in step.
         Raises ValueError after `close`, and CheckpointError in a forked process.
         """
         if self._closed:
@@ -146,7 +147,7 @@ class AsyncSaver:
     def copied(self) -> None:
         """Wait until every copy of the last `save` is made: after that all tensors may change.
 
-        Returns at once where none is under way. Raises nothing: a copy that failed is a failure of its save.
+        Returns at once if no copy is under way. Raises nothing: a copy that failed makes its save fail.
         """
         if self._copying is not None and os.getpid() == self._pid:
             wait([self._copying])
@@ -215,20 +216,21 @@ class AsyncSaver:
             )
 
     def _start(self, job: _SaveJob) -> None:
-        """Hand a save to the background thread; in a dry run, of which that thread knows nothing, make it at once."""
+        """Hand a save to the background thread. In a dry run the save is made at once, as that thread does not know of
+        the dry run."""
         if current_dry_run() is None:
             self._jobs.put(job)
         else:
             self._perform(job)
 
     def _run(self) -> None:
-        """Run the saves one after another on the background thread, and keep their exceptions, until a job is None."""
+        """Run the queued saves one after another, on the background thread, until None is queued."""
         while (job := self._jobs.get()) is not None:
             self._perform(job)
 
     def _perform(self, job: _SaveJob) -> None:
-        """Run one save, call `then` with its path, and give its arena back. An exception is kept for `check`, unless
-        the training thread got it already."""
+        """Run one save, call `then` with its path, and make its arena, the memory of its copies, free for another save.
+        An exception is kept for `check`, unless the training thread has raised it already."""
         try:
             job.prepare()
             path = save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)
@@ -258,10 +260,11 @@ threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]
 
 @dataclass
 class _SaveJob:
-    """A save to be run with its snapshot.
+    """A save to be run, with its snapshot (see `zero_ckpt.snapshot`).
 
-    `arguments` are those of `save_sharded`, `copying` is the snapshot's copies under way, and `first` is called before
-    the save. `told`: the training thread got this rank's exception already.
+    `arena` holds the snapshot, `arguments` are those of `save_sharded`, `copying` is the snapshot's copies under way
+    (None if all are made), and `first` is called before the save. `told`: the training thread has already raised this
+    rank's exception.
     """
 
     arena: Arena
@@ -284,13 +287,13 @@ class _SaveJob:
             self.arguments["intervals"] = _Refused(error)
 
     def drop_references(self) -> None:
-        """Drop everything that was kept for the save, such as files that are removed with their last reference."""
+        """Drop all references to what was kept for the save, as some files are removed with their last reference."""
         self.arguments.clear()
         self.copying = self.first = None
 
 
 class _Refused:
-    """The intervals of a rank whose snapshot failed: iterating raises, so that the save fails on every rank."""
+    """The intervals of a rank whose snapshot failed: iterating raises `error`, so that the save fails on every rank."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -1,4 +1,8 @@
-"""The command `zero-ckpt`."""
+"""The command `zero-ckpt`: its subcommands, one function each, which print results and return the exit status.
+
+A root is a directory of checkpoints, each in a folder that is named by its tag; the root's file `latest` names the
+newest. `options` are the parsed arguments of the command line.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +53,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser; what it parses has the subcommand's name as `command` and its function as
-    `run`."""
+    """Return the parser of the command line. The namespace that it returns has the subcommand's name as `command` and
+    the function that runs it as `run`."""
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-ckpt",
         description="Look at, check, repair and convert checkpoints.",
@@ -62,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
     spec = "a root, root@tag, root@step, or a checkpoint directory"
 
     def add(name: str, about: str, example: str) -> argparse.ArgumentParser:
-        """Add a subcommand with one line of help and an example of its use, without the program's name."""
+        """Add the subcommand `name` and return its parser. `about` is its one line of help; `example` shows a use of
+        it, without the program's name."""
         made: argparse.ArgumentParser = commands.add_parser(name, help=about, epilog=f"example: zero-ckpt {example}")
         return made
 
@@ -114,9 +119,10 @@ def _add_convert_parser(commands: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    """Print what the checkpoint in the parsed `options` holds, as text or JSON, and return the exit status 0.
+    """Print what the checkpoint that `options` names holds, as text or, with `--json`, as JSON, and return the exit
+    status 0.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError when there is none or it cannot be read.
     """
     from .conversion import open_source
     from .inspecting import describe, describe_source, source_text, tree_text
@@ -134,8 +140,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _print_line(line: str, file: TextIO | None = None) -> None:
-    """Print one line to `file`, by default standard output. What cannot be printed (a line feed, a command for the
-    terminal) becomes an escape, as names from a checkpoint may hold anything."""
+    """Print one line to `file`, by default standard output. Unprintable characters, such as a line feed or a terminal's
+    control characters, are printed as escapes, as names in a checkpoint may hold anything."""
     file = file or sys.stdout
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
     encoding = file.encoding or "utf-8"
@@ -148,10 +154,10 @@ def _json_default(value: Any) -> Any:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Verify the checkpoint in the parsed `options`, or every checkpoint of a root and its `latest`.
+    """Verify the checkpoint that `options` names; of a root, every checkpoint and its `latest`.
 
-    Prints one line per damage and per checkpoint. Returns the exit status, 0 when all are good, 1 when any is damaged.
-    Raises NotFoundError when there is none.
+    Prints one line per damage and per checkpoint. Returns the exit status: 0 when all are good, 1 when any is damaged.
+    Raises NotFoundError when there is no checkpoint.
     """
     from .commit import holds_checkpoint
     from .locating import find_tag, split_spec
@@ -170,10 +176,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
-    """Verify checkpoint directories, print the findings, and return the exit status: 0 when all are good, otherwise 1.
+    """Verify the checkpoint directories `paths`, print the findings, and return the exit status: 0 when all are good,
+    otherwise 1.
 
-    `in_root`: they lie in a root, where a checkpoint of another tag is damage, and one that is removed meanwhile is
-    none.
+    `in_root`: they lie in a root. There, a directory that holds a checkpoint of another tag is damaged, and one that
+    another process removes during the verification is passed over.
     """
     from .inspecting import size_text
     from .verifying import verify_candidate
@@ -197,8 +204,8 @@ def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
 
 
 def _latest_problem(root: Path) -> str | None:
-    """Return what is wrong with the root's `latest`, one sentence; None when it is absent or names an existing
-    directory."""
+    """Return one sentence that says why the root's `latest` cannot be followed; None when the file is absent or names
+    an existing directory."""
     from .latest import is_tag, read_latest
 
     try:
@@ -211,7 +218,8 @@ def _latest_problem(root: Path) -> str | None:
 
 
 def _data_nbytes(checkpoint: Path) -> int:
-    """Return the bytes of the data files in a checkpoint directory, linked ones included: a progress bar's total."""
+    """Return the total size in bytes of the data files in a checkpoint directory, including hard-linked ones, for a
+    progress bar."""
     from .commit import is_data_file
 
     nbytes = 0
@@ -278,9 +286,9 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    """Convert the checkpoint in the parsed `options`, print the files that were written, and return the exit status 0.
+    """Convert the checkpoint that `options` names, print the files that were written, and return the exit status 0.
 
-    Raises CheckpointError.
+    Raises CheckpointError when the input cannot be read or the output must not be written (see `convert`).
     """
     from .conversion import convert, open_source, output_nbytes
 

@@ -41,7 +41,9 @@ logger = logging.getLogger("zero_ckpt")
 class Staging:
     """The directory of a save in progress, which ends with `commit` or `discard`; make one with `Staging.create`.
 
-    `lock_fd` is a descriptor of the directory, which holds its lock.
+    The checkpoint is to become `<root>/<tag>`; `token` tells this save from others. `lock_fd` is a descriptor of the
+    directory, which holds its lock. `judge` is called with a path and raises CheckpointError if what is there must not
+    be replaced.
     """
 
     def __init__(self, root: Path, tag: str, token: str, lock_fd: int, judge: Callable[[Path], None]) -> None:
@@ -55,8 +57,9 @@ class Staging:
     def create(cls, root: Path, tag: str, token: str, judge: Callable[[Path], None] | None = None) -> Staging:
         """Make and lock `<root>/.saving-<tag>.<token>`, creating `root` when needed; `token` is 12 hexadecimal digits.
 
-        Raises CheckpointError when `<root>/<tag>` exists and is no checkpoint, so that it must not be replaced, which
-        `judge` does (by default `require_replaceable`), or when the root stays locked for ten minutes; OSError.
+        `judge` is called with `<root>/<tag>`, and raises CheckpointError if what is there must not be replaced; by
+        default `require_replaceable`. Also raises CheckpointError when the root stays locked for ten minutes, and
+        OSError when the directory cannot be made.
         """
         judge = judge or require_replaceable
         make_directories(root)
@@ -72,11 +75,12 @@ class Staging:
         return cls(root, tag, token, lock_fd, judge)
 
     def commit(self, *, replace_existing: bool = True) -> Path:
-        """Rename to `<root>/<tag>`, replacing and removing an earlier checkpoint of that tag, and return that path.
+        """Rename the directory to `<root>/<tag>`, replacing and removing an earlier checkpoint of that tag, and return
+        that path.
 
-        Every file in the directory must already be on disk; the names are on return. The lock on the directory is
-        released. Raises CheckpointError when something that is no checkpoint has that name, or without
-        `replace_existing` anything, and when the root stays locked for ten minutes.
+        Every file in the directory must be on disk before the call; the new name is on disk when it returns. The lock
+        on the directory is released. Raises CheckpointError when `<root>/<tag>` is something that must not be replaced,
+        when anything is there and `replace_existing` is False, and when the root stays locked for ten minutes.
         """
         target = self.root / self.tag
         old = self.path
@@ -100,8 +104,8 @@ class Staging:
         return target
 
     def discard(self) -> None:
-        """Remove the directory and all in it; does nothing after a commit. What cannot be removed is logged and
-        left."""
+        """Remove the directory and everything in it; does nothing after a commit. If it cannot be removed, that is
+        logged and the next save sweeps it."""
         if self._ended:
             return
         try:
@@ -114,16 +118,16 @@ class Staging:
         self._end()
 
     def _end(self) -> None:
-        """Release the lock; from now on `discard` does nothing."""
+        """Release the directory's lock and close its descriptor; from now on `discard` does nothing."""
         self._ended = True
         unlock_and_close(self._lock_fd)
 
 
 def require_replaceable(target: Path) -> None:
-    """Raise CheckpointError unless there is nothing, an empty directory or a checkpoint at `target`.
+    """Raise CheckpointError unless `target` does not exist, or is an empty directory or a checkpoint.
 
-    A directory whose manifest does not carry the format's mark counts as a checkpoint only when every name in it is one
-    that a save writes: anything else may be a user's own.
+    A directory whose manifest does not begin with the format's mark (see `has_mark`) counts as a checkpoint only when
+    every name in it is one that a save writes: anything else may be a user's own.
     """
     if not exists(target):
         return
@@ -140,23 +144,23 @@ def require_replaceable(target: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is anything at `path`, be it a dangling link."""
+    """Return whether there is anything at `path`; true also for a dangling link."""
     return os.path.lexists(path)
 
 
 def staging_path(root: Path, tag: str, token: str) -> Path:
-    """Return the directory into which the ranks of one save write; `token` is 12 hexadecimal digits, the same on all
-    ranks."""
+    """Return the path of the directory into which the ranks of one save write, `<root>/.saving-<tag>.<token>`; `token`
+    is 12 hexadecimal digits, the same on all ranks."""
     return root / f"{_SAVING}{tag}.{token}"
 
 
 def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
-    """Put back or remove what interrupted saves and prunes left in `root`, and return those paths, as they were named.
+    """Put back or remove what interrupted saves and prunes left in `root`, and return the paths where that lay.
 
-    A checkpoint that was moved aside gets its name back; unfinished and half-removed ones are removed. What a running
-    save holds is left. Failures are logged, as is every path. With `dry_run` nothing is changed, and the paths are only
-    returned. Empty for a root that does not exist. Holds the root's lock meanwhile: raises CheckpointError when it
-    cannot be had within ten minutes.
+    A checkpoint that was moved aside gets its name back; unfinished and half-removed ones are removed. Directories of
+    running saves are left. Every path is logged, also one that cannot be removed. With `dry_run` nothing is changed,
+    and the paths are only returned. Returns an empty list for a root that does not exist. Holds the root's lock
+    meanwhile, and raises CheckpointError when it is not free within ten minutes.
     """
     if not root.is_dir():
         return []
@@ -178,8 +182,8 @@ def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
 def _sweep_action(path: Path) -> str | None:
     """Return what a sweep does with `path`: "remove", "put back", or None to leave it alone.
 
-    None is for what no save made, what a running save holds, directories that hold directories, and what cannot be
-    examined; the last two are logged.
+    None is for names that no save gives, the directory of a running save, a directory that holds directories, and what
+    cannot be examined; the last two are logged.
     """
     if not is_remains(path):
         return None
@@ -198,24 +202,23 @@ def _sweep_action(path: Path) -> str | None:
 
 
 def is_remains(path: Path) -> bool:
-    """Return whether the name of `path` is one that an unfinished save or removal leaves: `.saving-`, `.replaced-` or
-    `.deleting-` at its beginning, and a token at its end.
-    """
+    """Return whether `path` has a name that an unfinished save or removal leaves: it begins with `.saving-`,
+    `.replaced-` or `.deleting-` and ends with a token."""
     return _REMAINS.fullmatch(path.name) is not None
 
 
 def _is_flat(path: Path) -> bool:
-    """Return whether `path` is no directory, or one without directories in it, as checkpoints are; links count as
-    files."""
+    """Return whether `path` is no directory, or a directory without directories in it, as every checkpoint is; links
+    count as files."""
     if path.is_symlink() or not path.is_dir():
         return True
     return not any(entry.is_dir() and not entry.is_symlink() for entry in path.iterdir())
 
 
 def _put_back_or_set_for_removal(path: Path, what: str) -> list[Path]:
-    """Do with `path` what `_sweep_action` returned: put it back, or rename it for removal.
+    """Put `path` back or rename it for removal, as `what` says, a result of `_sweep_action`.
 
-    Returns the paths that are now to be removed. Failures are logged.
+    Returns a list of the new path if it is now to be removed, else an empty list. An OSError is logged and not raised.
     """
     try:
         if what == "put back":
@@ -228,7 +231,7 @@ def _put_back_or_set_for_removal(path: Path, what: str) -> list[Path]:
 
 
 def _try_remove(path: Path) -> None:
-    """Remove a tree; a failure (another user's file, say) is logged and does not raise."""
+    """Remove a file or a directory tree; an OSError (for another user's file, say) is logged and not raised."""
     try:
         remove_tree(path)
     except OSError as error:
@@ -236,30 +239,34 @@ def _try_remove(path: Path) -> None:
 
 
 def replaced_tag(path: Path) -> str:
-    """Return the tag in a name `.replaced-<tag>.<token>`."""
+    """Return the tag in a path whose name is `.replaced-<tag>.<token>`."""
     return path.name[len(_REPLACED) :].rpartition(".")[0]
 
 
 def tag_of(path: Path) -> str:
-    """Return the tag of a checkpoint directory, also of one that was moved aside."""
+    """Return the tag of a checkpoint directory by its name, also of one that a save moved aside to
+    `.replaced-<tag>.<token>`."""
     return replaced_tag(path) if path.name.startswith(_REPLACED) else path.name
 
 
 def replaced_path(root: Path, tag: str) -> Path:
-    """Return a new path in `root` for checkpoint `tag` while it is moved aside; a sweep puts it back."""
+    """Return a new path in `root`, `.replaced-<tag>.<token>`, for moving the checkpoint `tag` aside; if it stays there,
+    a sweep puts it back."""
     return root / f"{_REPLACED}{tag}.{os.urandom(6).hex()}"
 
 
 def replaced_directories(root: Path) -> list[Path]:
-    """Return the checkpoints in `root` that a save moved aside and died before its own could take their name."""
+    """Return the checkpoints in `root` that an interrupted save left moved aside, with nothing under their own names.
+    """
     found = (path for path in root.glob(_REPLACED + "*") if is_remains(path))
     return [path for path in found if not exists(root / replaced_tag(path))]
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether no save owns `path`: no process locks it or, where there are no locks, it is a day old.
+    """Return whether no running save owns `path`: no process locks it, or, where the file system has no locks, it was
+    not modified for a day.
 
-    Links, and what is neither directory nor file, are always stale. Raises OSError.
+    Links, and what is neither directory nor file, are always stale. Raises OSError when `path` cannot be opened.
     """
     if path.is_symlink() or not (path.is_dir() or path.is_file()):
         return True
@@ -273,16 +280,16 @@ def _is_stale(path: Path) -> bool:
 
 
 def set_for_removal(path: Path) -> Path:
-    """Rename a directory to a hidden name, so that no reader finds half of it while `remove_tree` removes it. Returns
-    the new path."""
+    """Rename a directory to a new hidden name, `.deleting-...`, so that no reader finds half of it while `remove_tree`
+    removes it. Returns the new path."""
     to_remove = path.parent / f"{_DELETING}{path.name.lstrip('.')}.{os.urandom(6).hex()}"
     path.rename(to_remove)
     return to_remove
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a directory tree, if there is one; other processes may be removing it as well. Raises
-    OSError."""
+    """Remove a file, a link or a directory tree; does nothing if there is none. Other processes may remove it at the
+    same time. Raises OSError when something in it cannot be removed."""
     while exists(path):
         try:
             if path.is_symlink() or not path.is_dir():
@@ -294,8 +301,8 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory tree; unless its name begins with a period, the name disappears at once, so that no reader
-    sees half of it."""
+    """Remove a directory tree. If its name does not begin with a period, it is first renamed to a hidden name, so that
+    no reader sees half of it."""
     remove_tree(path if path.name.startswith(".") else set_for_removal(path))
 
 
@@ -305,12 +312,13 @@ def has_manifest(path: Path) -> bool:
 
 
 def is_data_file(name: str) -> bool:
-    """Return whether `name` is one that a rank's data file can have."""
+    """Return whether `name` has the form of a rank's data file in a checkpoint, such as `rank-00003.safetensors`."""
     return _DATA_FILE.fullmatch(name) is not None
 
 
 def has_mark(path: Path) -> bool:
-    """Return whether a directory's manifest begins as this format's do, in any version; False if it cannot be read."""
+    """Return whether the manifest in a directory begins with the mark of this format, its first bytes in any version;
+    False if it cannot be read."""
     try:
         fd = open_regular(path / MANIFEST_NAME)
         try:
@@ -322,9 +330,10 @@ def has_mark(path: Path) -> bool:
 
 
 def holds_checkpoint(path: Path) -> bool:
-    """Return whether a checkpoint was written into `path`: its manifest carries the mark, or there are ranks' files.
+    """Return whether a checkpoint was written into `path`, whole or not: its manifest begins with the format's mark, or
+    it holds ranks' data files.
 
-    False for what is no directory or cannot be listed.
+    False if `path` is no directory or cannot be listed.
     """
     if has_mark(path):
         return True
@@ -340,11 +349,11 @@ def is_checkpoint_directory(path: Path) -> bool:
 
 
 def checkpoint_directories(root: Path) -> list[Path]:
-    """Return the directories in `root` into which a checkpoint was written, whole or not, sorted by name; none if it is
-    no directory.
+    """Return the directories in `root` into which a checkpoint was written, whole or not, sorted by name; an empty list
+    if `root` is no directory.
 
-    Links, and names that cannot be a tag, such as the remains of a save, are left out. Raises OSError when `root`
-    cannot be listed.
+    Links, and names that cannot be a tag, such as those that an unfinished save leaves, are left out. Raises OSError
+    when `root` cannot be listed.
     """
     if not root.is_dir():
         return []
@@ -358,9 +367,8 @@ def is_root(directory: Path) -> bool:
 
 
 def roots_below(directory: Path) -> list[str]:
-    """Return the names of the folders in `directory` that are roots (see `is_root`), sorted; what cannot be listed
-    counts as none.
-    """
+    """Return the sorted names of the folders in `directory` that are roots (see `is_root`). Folders that cannot be
+    listed are left out; the list is empty if `directory` cannot be."""
     try:
         return [path.name for path in sorted(directory.iterdir()) if _is_readable_root(path)]
     except OSError:

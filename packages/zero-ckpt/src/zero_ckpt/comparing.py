@@ -39,10 +39,11 @@ class DiffReport:
 
 
 def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], None] | None = None) -> DiffReport:
-    """Compare two checkpoints: names, shapes, dtypes, bytes, step, client state, configuration and aliases.
+    """Compare two checkpoints and return the differences: in names, shapes, dtypes, bytes, step, client state,
+    configuration and aliases.
 
-    Tensors with the same slices are compared by their checksums, others by reading them, which raises DamagedError.
-    `progress` is called with the bytes of each tensor of `first`.
+    Tensors that are stored in the same slices are compared by their checksums, others by reading them, which raises
+    DamagedError for damaged bytes. `progress` is called with the bytes of each tensor of `first` once that is compared.
     """
     report = DiffReport()
     for key, one in sorted(first.tensors.items(), key=lambda item: natural_key(item[0][0])):
@@ -68,8 +69,8 @@ def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], Non
 
 
 def _canonical(value: Any) -> Any:
-    """Return plain data in a form that is equal where every value is the same bit by bit and of the same type: NaN
-    equals itself, True does not equal 1. The order of keys does not count."""
+    """Return plain data in a form for comparing with `==`: two forms are equal if and only if all values have the same
+    types and bits. So NaN equals NaN and True differs from 1. The order of keys does not count."""
     if isinstance(value, Mapping):
         return {key: _canonical(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -44,13 +44,14 @@ def save_deepspeed(
     save_latest: bool = True,
     **extras: Any,
 ) -> Path:
-    """Write the intervals of all ranks as a checkpoint of DeepSpeed in `<root>/<tag>`, for as many ranks as save, and
+    """Write the intervals of all ranks as a checkpoint of DeepSpeed in `<root>/<tag>`, one set of files per rank, and
     return that path; collective.
 
-    `form` is called on every rank with the intervals as a checkpoint, and returns what DeepSpeed's files say besides
-    tensors. `extras` are arguments of `save_sharded`, as the other ones are. A checkpoint of that tag is replaced, also
-    one of DeepSpeed. It appears complete or not at all. For a moment the disk holds the state twice. In a dry run the
-    checkpoint is saved as `save_sharded` does. Raises CheckpointError on every rank.
+    `form` is called on every rank with the intervals as a checkpoint of this package, and returns what DeepSpeed's
+    files hold besides tensors. `extras` are further arguments of `save_sharded`; the named ones are as there. A
+    checkpoint of that tag is replaced, also one of DeepSpeed. The new one appears complete or not at all. While it is
+    written the disk holds the state twice. In a dry run (see `zero_ckpt.dry_run`) the checkpoint is saved as
+    `save_sharded` does. Raises CheckpointError on every rank when any rank fails.
     """
     group = coordinator or SoloCoordinator()
     if current_dry_run() is not None:
@@ -67,8 +68,8 @@ def save_deepspeed(
         token = os.urandom(6).hex()
 
         def seal() -> str:
-            """Complete the first checkpoint, and make the directory for DeepSpeed's files, on the first rank; return
-            the token of that directory."""
+            """Complete the checkpoint of this package and make the directory for DeepSpeed's files, on the first rank;
+            return this rank's token, of which the first rank's is in the directory's name."""
             nonlocal theirs
             if group.rank == 0:
                 job.seal(described, written, {})
@@ -79,7 +80,8 @@ def save_deepspeed(
         run_on_all_ranks(group, job.what, lambda: _write_files(job, form, token))
 
         def commit() -> None:
-            """Give the directory its name, on the first rank."""
+            """Rename the directory of DeepSpeed's files to the tag and point `latest` at it, on the first rank; does
+            nothing on others."""
             if theirs is not None:
                 leave_script(job.root)
                 theirs.commit()
@@ -95,8 +97,9 @@ def save_deepspeed(
 
 
 def _write_files(job: SaveJob, form: Callable[[Checkpoint], DeepSpeedForm], token: str) -> None:
-    """Write this rank's files of DeepSpeed into the directory of this token, from the first checkpoint. Raises
-    CheckpointError."""
+    """Write this rank's files of DeepSpeed, with the tensors of the checkpoint that `job` has written, into the staged
+    directory of `token`. Raises CheckpointError when that checkpoint cannot be read or DeepSpeed's files cannot hold
+    its values."""
     from .conversion.deepspeed_sink import write_rank_files
 
     found = examine(job.tag, job.staged, in_root=False)
@@ -108,8 +111,8 @@ def _write_files(job: SaveJob, form: Callable[[Checkpoint], DeepSpeedForm], toke
 
 
 def _require_replaceable(target: Path) -> None:
-    """Raise CheckpointError unless there is nothing, an empty directory, a checkpoint, or a directory that holds
-    nothing but files of DeepSpeed at `target`."""
+    """Raise CheckpointError unless `target` does not exist, or is an empty directory, a checkpoint of this package, or
+    a directory that holds nothing but files of DeepSpeed."""
     if target.is_dir() and not target.is_symlink():
         names = os.listdir(target)
         if names and all(_THEIR_FILE.fullmatch(name) for name in names):

@@ -22,8 +22,7 @@ _PENDING_BYTES = 256 << 20
 
 
 class Request(Protocol):
-    """A transfer under way, as `zero_nvme_aio` returns it; `wait` returns the bytes transferred or raises OSError, and
-    `checksum` is None until then, or if none was requested. Named as what satisfies it."""
+    """A transfer under way, as `zero_nvme_aio` returns it. Named as the class there, which satisfies this protocol."""
 
     @property
     def checksum(self) -> str | None:
@@ -39,7 +38,8 @@ class IoEngine(Protocol):
     """The methods of `zero_nvme_aio.Engine` that are used here, documented there."""
 
     def open(self, path: str, mode: str) -> Any:
-        """Open a file to read ("r") or write anew ("w"), and return it for the other methods; the caller closes it."""
+        """Open a file to read (mode "r") or to write anew ("w"), and return a file object for the other methods; the
+        caller closes it."""
         ...
 
     def write(self, file: Any, data: list[memoryview], offset: int) -> Request:
@@ -95,9 +95,9 @@ def open_engine(path: Path) -> IoEngine:
 
 
 class DirectSink:
-    """A `FileSink` that writes past the page cache, with many requests in flight; `nbytes` is not used.
+    """A `FileSink` that writes the file `path` past the page cache, with many requests in flight; `nbytes` is not used.
 
-    Raises CheckpointError without the `nvme` extra. `path`: of the file to write.
+    Raises CheckpointError without the `nvme` extra.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -155,7 +155,7 @@ class DirectSink:
             self._wait_one()
 
     def _wait_one(self) -> None:
-        """Wait for the oldest transfer. Raises OSError if it failed."""
+        """Wait for the oldest transfer in flight. Raises OSError if it failed."""
         request, nbytes = self._requests.popleft()
         self._pending -= nbytes
         request.wait()
@@ -167,18 +167,21 @@ def has_direct() -> bool:
 
 
 def has_direct_reads(nbytes: int) -> bool:
-    """Return whether reads of so many bytes should go past the page cache: 64 MiB or more, with the `nvme` extra."""
+    """Return whether reads of `nbytes` bytes in all should bypass the page cache: if they are 64 MiB or more and the
+    `nvme` extra is installed."""
     return nbytes >= _DIRECT_READ_BYTES and has_direct()
 
 
 def read_ranges(
     ranges: Sequence[tuple[Path, int, memoryview]], in_flight: int = _PENDING_READS, *, near: Path | None = None
 ) -> Generator[str, None, None]:
-    """Fill each buffer of (file, first byte, buffer) with direct I/O; yields their checksums, in order.
+    """Fill the buffer of each range (file, first byte, buffer) by direct I/O, and yield the checksums of the buffers,
+    in order.
 
-    A checksum is yielded when its buffer is full. `in_flight` reads are under way at a time, the one whose checksum is
-    yielded next included; buffers of later ranges may be written meanwhile. `near` is a path on the files' device, by
-    default the first file. `ranges` must not be empty. Raises OSError, and CheckpointError without the `nvme` extra.
+    A checksum is yielded when its buffer is full. `in_flight` reads are under way at a time, including the one whose
+    checksum is yielded next; buffers of later ranges may be partly filled by then. `near` is a path on the files'
+    device, by default the first file. `ranges` must not be empty. Raises OSError when a read fails, and CheckpointError
+    without the `nvme` extra.
     """
     files: dict[Path, Any] = {}
     pending: deque[Request] = deque()
@@ -206,9 +209,10 @@ def _wait_for_checksum(request: Request) -> str:
 
 
 def make_sink(path: Path, nbytes: int) -> FileSink:
-    """Create a file of `nbytes` bytes and return its sink: the default `open_sink`.
+    """Create a file of `nbytes` bytes at `path` and return the sink that writes its content; the default for
+    `open_sink`.
 
-    Files below 4 MiB are written through the page cache: they are not worth an engine of their own. In a dry run (see
+    Files below 4 MiB are written through the page cache, as an engine would not pay off. In a dry run (see
     `zero_ckpt.dry_run`) the sink writes no content.
     """
     if current_dry_run() is not None:

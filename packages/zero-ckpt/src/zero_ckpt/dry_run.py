@@ -30,14 +30,14 @@ _HEADS = "heads"
 
 
 class CheckpointDryRun:
-    """The stand-in for memory in dry-run saves and loads, and what it learns of them.
+    """The state of dry-run saves and loads: it stands in for memory and counts what real ones would use.
 
-    `manifest` is what loads read, None if there is nothing to load.
+    `manifest`: describes the checkpoint that loads read; None if there is nothing to load.
 
     Attributes:
-        copied_nbytes: host memory for the copies that saves in the background make, kept for the next.
+        copied_nbytes: host memory for the copies that background saves make, kept for the next save.
         message_nbytes: host memory of the largest exchange between the ranks: a message of each, padded to the longest.
-        manifest: of the last save, with this rank's slices only; loads read what it describes.
+        manifest: that of the last save, with this rank's slices only; loads read the checkpoint that it describes.
         read_nbytes: bytes of data files that loads read.
         scratch_nbytes: the most host memory into which a load reads slices of which it needs a part.
     """
@@ -59,10 +59,11 @@ _DRY_RUN: ContextVar[CheckpointDryRun | None] = ContextVar("zero_ckpt_dry_run", 
 
 @contextmanager
 def dry_run_checkpoints(manifest: Manifest | None = None) -> Iterator[CheckpointDryRun]:
-    """Make the saves of this context dry runs (see [Note: dry-run saves]), and yield what counts them.
+    """Make the saves and loads inside the `with` statement dry runs (see [Note: dry-run saves] and [Note: dry-run
+    loads]), and yield the object that counts their bytes.
 
-    Loads are dry runs too, of the checkpoint that `manifest` describes (see [Note: dry-run loads]). Threads that
-    start inside the context save and load for real.
+    `manifest` describes the checkpoint that loads read, None without loads. Threads that are started inside save and
+    load for real.
     """
     dry_run = CheckpointDryRun(manifest)
     token = _DRY_RUN.set(dry_run)
@@ -73,12 +74,12 @@ def dry_run_checkpoints(manifest: Manifest | None = None) -> Iterator[Checkpoint
 
 
 def current_dry_run() -> CheckpointDryRun | None:
-    """Return the dry run of this context; None outside of `dry_run_checkpoints`."""
+    """Return the dry run that the current context is in; None outside of `dry_run_checkpoints`."""
     return _DRY_RUN.get()
 
 
 class DryRunSink:
-    """A `FileSink` that counts bytes and gives the file its length, `nbytes`, without content.
+    """A `FileSink` that counts the bytes written and makes `path` a file of `nbytes` bytes without content.
 
     Raises FileExistsError when there is something at `path`.
     """
@@ -88,14 +89,15 @@ class DryRunSink:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
 
     def write(self, data: memoryview) -> None:
-        """Count the next bytes of the file."""
+        """Count the bytes of `data` without writing them."""
         self._position += data.nbytes
 
     def drain(self) -> None:
-        """Return at once: nothing is under way."""
+        """Return at once, as no transfer is under way."""
 
     def finish(self) -> None:
-        """Give the file its length. Raises CheckpointError when another number of bytes came than was announced."""
+        """Give the file its length. Raises CheckpointError unless as many bytes were written as the constructor's
+        `nbytes` says."""
         if self._position != self._nbytes:
             raise CheckpointError(f"{self._path}: expected {self._nbytes} bytes, got {self._position}")
         os.truncate(self._path, self._nbytes)
@@ -105,10 +107,11 @@ class DryRunSink:
 
 
 class DryRunRanks:
-    """A `Coordinator` whose other ranks hold the elements that this one lacks, and write them elsewhere.
+    """A `Coordinator` in which this rank is real and the others are imagined: they hold the elements that this rank
+    lacks, and always succeed.
 
-    Rank and world size are those of `given`, which is not called otherwise; the largest exchange is noted in
-    `dry_run`.
+    Rank and world size are those of the coordinator `given`, on which nothing else is called. The size of the largest
+    exchange is noted in `dry_run`.
     """
 
     def __init__(self, given: Coordinator, dry_run: CheckpointDryRun) -> None:
@@ -116,11 +119,12 @@ class DryRunRanks:
         self._dry_run = dry_run
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the answers of all ranks to one step of a save, [problem or None, result] each, as if the other ranks
-        succeeded.
+        """Return the answers of all ranks to one step of a save, each a pair [problem or None, result], as if the other
+        ranks succeeded.
 
-        `obj` is this rank's answer (see `coordination.run_on_all_ranks`). Where its result describes intervals, the
-        next rank describes the elements of their tensors that no interval covers. Notes the bytes of the exchange.
+        `obj` is this rank's answer (see `coordination.run_on_all_ranks`). Where its result describes this rank's
+        intervals, the next rank is taken to hold all elements of their tensors that no interval covers. Notes the bytes
+        of the exchange.
         """
         problem, result = obj
         other: Any = None
@@ -137,14 +141,14 @@ class DryRunRanks:
         return answers
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return at once, as there are no other ranks to wait for."""
 
 
 def rest_of(heads: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Return heads for all elements that no head covers, of the tensors that `heads` name.
+    """Return heads for all elements that no head in `heads` covers, of the tensors that `heads` name.
 
-    A head is (name, kind, shape, dtype, offset, length, linked), as `saving` makes them: `length` elements from flat
-    element `offset` on. The new ones are not linked.
+    A head describes an interval as (name, kind, shape, dtype, offset, length, linked): `length` elements from flat
+    element `offset` on; `linked` says that they lie in a file already. The returned heads are not linked.
     """
     tensors: dict[tuple[str, str], list[Sequence[Any]]] = {}
     for head in heads:

@@ -1,4 +1,8 @@
-"""Create small files and directories that are on disk when the call returns, and rename without replacing."""
+"""Create small files and directories that are on disk when the call returns, and rename without replacing.
+
+A file's content and its name in the directory reach the disk separately: a name is on disk once the directory is
+synced. All functions raise OSError.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ _NO_FLAGS = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
 
 
 def fsync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on disk."""
+    """Sync a directory: wait until the names of the files in it are on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -22,7 +26,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def sync_directories(path: Path) -> None:
-    """Wait until the names in a directory and in those below it are on disk."""
+    """Sync a directory and all directories below it: wait until the names in them are on disk."""
     for place, _, _ in os.walk(path):
         fsync_directory(Path(place))
 
@@ -80,14 +84,14 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Give two files or directories each other's name, in one instant. Returns False, with nothing changed, where the
-    file system cannot do that. Raises OSError."""
+    """Give two files or directories each other's name, in one instant, and return True. Returns False, with nothing
+    changed, where the file system cannot do that."""
     return _rename(first, second, _EXCHANGE)
 
 
 def _rename(source: Path, target: Path, flags: int) -> bool:
-    """Call renameat2 (Linux 3.15, glibc 2.28). Returns False, with nothing changed, where there is no such call or the
-    file system does not know the flags. Raises OSError."""
+    """Call renameat2 (Linux 3.15, glibc 2.28) with these `flags`, and return True. Returns False, with nothing changed,
+    where the C library lacks the call or the file system does not know the flags."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint operation failed.
+    """A checkpoint operation failed, as `message` says.
 
-    `causes` maps each rank that failed to its own message; it is empty when the failure is not tied to a rank.
-    Every rank of a collective save or load raises it with the same `causes`.
+    `causes` maps each rank that failed to its own message; None or empty when the failure is not tied to a rank. Every
+    rank of a collective save or load raises the error with the same `causes`.
     """
 
     def __init__(self, message: str, causes: Mapping[int, str] | None = None) -> None:

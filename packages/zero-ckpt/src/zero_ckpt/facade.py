@@ -27,10 +27,14 @@ def save(
     coordinator: Coordinator | None = None,
     saver: AsyncSaver | None = None,
 ) -> Path:
-    """Save modules, optimizers and plain data as checkpoint `<root>/<tag>`, and return that path.
+    """Save the modules, optimizers, other stateful objects, tensors and plain data in `state` as checkpoint
+    `<root>/<tag>`, and return that path; collective.
 
-    It is `zero_ckpt.torch.save`, where the arguments are documented; collective. Raises CheckpointError when torch is
-    not installed.
+    `tag` is by default `step<step>`. `exclude_frozen` leaves out parameters that need no gradient; `keep_last` removes
+    all but that many checkpoints; `config` is plain data to store; `node` names this rank's node where nodes share no
+    file system. `coordinator`: how the ranks communicate, by default over the default process group. With a `saver` the
+    state is written in the background. `zero_ckpt.torch.save` has the details. Raises CheckpointError on every rank
+    when the save fails on any, or when torch is not installed.
     """
     path: Path = _adapter().save(
         root,
@@ -56,10 +60,13 @@ def load(
     rename: Callable[[str], str | None] | None = None,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into modules, optimizers and plain data, in place, and return which names it filled.
+    """Load a checkpoint of `root` into the modules, optimizers, other stateful objects, tensors and plain data in
+    `state`, in place, and return which names were filled; collective.
 
-    It is `zero_ckpt.torch.load`, where the arguments are documented; collective. Raises CheckpointError when torch is
-    not installed.
+    `tag` is by default the newest whole checkpoint. `rename` maps a model's name to the checkpoint's, or to None to
+    keep it. `strict`: raise MismatchError unless all values of `state` are found, and everything in the checkpoint is
+    wanted. `coordinator`: how the ranks communicate, by default over the default process group. `zero_ckpt.torch.load`
+    has the details. Raises CheckpointError when torch is not installed or the load fails.
     """
     report: LoadReport = _adapter().load(root, state, tag=tag, strict=strict, rename=rename, coordinator=coordinator)
     return report

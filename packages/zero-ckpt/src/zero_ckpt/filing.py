@@ -17,8 +17,8 @@ _NO_CLONE = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EN
 
 
 def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
-    """Fill `out` with the bytes of a file from `position` on. Raises DamagedError, beginning with `where`, when it
-    cannot be read or is too short."""
+    """Fill `out` with the bytes of the file `path` from byte `position` on. Raises DamagedError, whose message begins
+    with `where`, when the file cannot be read or is too short."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -30,10 +30,11 @@ def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
 
 
 def share_file(source: Path, target: Path) -> bool:
-    """Give `source`'s content a second name `target` without copying bytes: a hard link, or a clone of its blocks.
+    """Give the content of the file `source` a second name `target` without copying bytes, by a hard link or a clone of
+    its blocks, and return True. Returns False, with nothing made, where the file system can do neither.
 
-    The content is on disk after `sync_file(target)`, the name once the directory is synced. Returns False, with nothing
-    made, where neither is possible. Raises OSError for anything else (no such file, no space).
+    The content is on disk after `sync_file(target)`, the name once the directory is synced. Raises OSError for any
+    other failure (no such file, no space).
     """
     return _link(source, target) or _clone(source, target)
 
@@ -52,8 +53,8 @@ def sync_file(path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Make `target` a hard link to the file that `source` leads to. Returns False, with nothing made, where links
-    between the two are not possible. Raises OSError for anything else."""
+    """Make `target` a hard link to the file that `source` leads to, and return True. Returns False, with nothing made,
+    where links between the two are not possible. Raises OSError for any other failure."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
@@ -64,11 +65,8 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Make a read-only file `target` that shares the blocks of `source`. Returns False, with nothing made, where the
-    file system cannot do that.
-
-    Raises OSError for anything else.
-    """
+    """Make a read-only file `target` that shares the blocks of `source`, and return True. Returns False, with nothing
+    made, where the file system cannot do that. Raises OSError for any other failure."""
     old = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         new = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)

@@ -26,6 +26,6 @@ def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
 
 
 def read_entries(folder: Folder, entry: FileEntry) -> dict[str, HeaderEntry]:
-    """Return the header's entries of a safetensors file of a checkpoint, by key. Raises DamagedError when the header is
-    damaged or not valid."""
+    """Return the entries in the header of a checkpoint's safetensors file, by key. Raises DamagedError when the header
+    is damaged or not valid."""
     return parse_header(read_raw_header(folder, entry), entry.nbytes, str(folder.path / entry.path))[0]

@@ -1,4 +1,8 @@
-"""Describe a checkpoint, as data and as text."""
+"""Describe a checkpoint, as data and as text: one of this package, or, as a `Source`, one of another format.
+
+A tensor is stored under a name and a kind: `param`, `buffer`, `master` or an optimizer state such as `exp_avg`. Aliases
+are the names of tied tensors, each with the name under which the tensor is stored.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ def inspect(spec: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `inspect` returns, for an open checkpoint: a dict of plain data. It reads no tensor."""
+    """Return what `inspect` returns, a dict of plain data, for an open checkpoint. Reads no tensor."""
     return {
         "path": str(checkpoint.path),
         "tag": checkpoint.tag,
@@ -61,7 +65,8 @@ def size_text(nbytes: float) -> str:
 
 
 def describe_source(source: Source) -> dict[str, Any]:
-    """Return what is known of a checkpoint of another format: its tensors and aliases, as in `describe`."""
+    """Return what is known of a checkpoint of another format, as a dict of plain data: its tensors and aliases, in the
+    form of `describe`."""
     return {
         "tensors": [
             {
@@ -78,7 +83,8 @@ def describe_source(source: Source) -> dict[str, Any]:
 
 
 def source_text(spec: str, source: Source) -> Iterator[str]:
-    """Yield the lines of `zero-ckpt inspect` for a checkpoint of another format, which `spec` names."""
+    """Yield the lines that `zero-ckpt inspect` prints for a checkpoint of another format; `spec` is the name that the
+    user gave it."""
     tensors = _source_tensors(source)
     yield f"{spec}: {len(tensors)} tensors, {size_text(sum(tensor.nbytes for tensor in tensors))}"
     yield from _tree(tensors, source.aliases)
@@ -90,7 +96,8 @@ def _source_tensors(source: Source) -> list[TensorEntry]:
 
 
 def tree_text(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the lines of `zero-ckpt inspect`: a headline, a tree of names, tied names, then bytes by kind."""
+    """Yield the lines that `zero-ckpt inspect` prints for a checkpoint: a headline, a tree of names, tied names, then
+    the bytes of each kind."""
     tensors = list(checkpoint.tensors.values())
     yield (
         f"{checkpoint.path}: step {checkpoint.step}, {len(tensors)} tensors, "
@@ -124,12 +131,13 @@ def _tree(tensors: Sequence[TensorEntry], aliases: Mapping[str, str]) -> Iterato
 
 
 def natural_key(name: str) -> list[tuple[int, int, str, str]]:
-    """Return a sort key of a dotted name that puts `blocks.2` before `blocks.10`."""
+    """Return a key to sort dotted names by, under which `blocks.2` comes before `blocks.10`."""
     return [_part_key(part) for part in name.split(".")]
 
 
 def _part_key(part: str) -> tuple[int, int, str, str]:
-    """Return the sort key of one part of a name. A number's is its digits, as Python converts no very long ones."""
+    """Return the sort key of `part`, the text between two dots of a name. Numbers compare by length and digits, as
+    Python does not convert very long ones."""
     if not part.isdecimal():
         return 1, 0, part, ""
     digits = part.lstrip("0")
@@ -137,8 +145,8 @@ def _part_key(part: str) -> tuple[int, int, str, str]:
 
 
 def _entry_text(tensors: list[TensorEntry]) -> str:
-    """Return shape, kinds, dtypes and total size of the tensors of one name as text, such as a parameter and its
-    optimizer state."""
+    """Return the shape, kinds, dtypes and total size of `tensors` as text; they all have one name, as a parameter and
+    its optimizer state have."""
     first = tensors[0]
     kinds = ", ".join(
         f"{item.kind} {item.dtype}" + ("" if item.shape == first.shape else f" {list(item.shape)}") for item in tensors

@@ -47,10 +47,11 @@ def try_lock(fd: int) -> bool | None:
 
 
 def open_locked(path: Path) -> int:
-    """Return a descriptor of the file at `path`, made when it is not there, which is locked; it is open only where the
-    file system has no locks.
+    """Open the regular file at `path`, creating it if it is missing, lock it for this process and return its
+    descriptor. Where the file system has no locks, the file is only opened.
 
-    Raises CheckpointError when another process holds the lock or it is no regular file, OSError for a link.
+    Raises CheckpointError when another process holds the lock or `path` is no regular file, and OSError for a symbolic
+    link.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -76,8 +77,8 @@ def is_at(fd: int, path: Path) -> bool:
 
 
 def unlock_and_close(fd: int) -> None:
-    """Release the lock of a descriptor, if it has one, even if a child process has a copy of the descriptor, and close
-    it."""
+    """Release the lock on an open file, if there is one, and close `fd`. The lock ends even if a child process has
+    inherited a copy of the descriptor."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
@@ -89,10 +90,11 @@ def unlock_and_close(fd: int) -> None:
 
 @contextmanager
 def root_lock(root: Path) -> Iterator[None]:
-    """Hold the lock of a root, for short steps only. Raises CheckpointError after waiting for it for ten minutes.
+    """Hold the lock of the directory `root` while the `with` statement runs; only for short steps. Where its file
+    system has no locks, nothing is held.
 
-    A root is a directory that holds checkpoints. Where its file system has no locks, nothing is held. Do not nest it: a
-    second lock of the same root in this process waits for the first.
+    `root` is a directory that holds checkpoints. Raises CheckpointError after waiting for the lock for ten minutes. Do
+    not nest it: a second lock of the same root in this process waits for the first.
     """
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -103,7 +105,8 @@ def root_lock(root: Path) -> Iterator[None]:
 
 
 def wait_for_lock(fd: int, root: Path) -> None:
-    """Lock `fd`, the open file or directory `root`, waiting while another holds it; no lock where there are none.
+    """Lock `fd`, the open file or directory `root`; wait while another process holds its lock. Return without a lock
+    where the file system has none.
 
     Logs a warning after 5 s of waiting, and raises CheckpointError after ten minutes.
     """
@@ -123,7 +126,8 @@ def wait_for_lock(fd: int, root: Path) -> None:
 
 
 def _holders(fd: int) -> str:
-    """Return the processes that hold the lock of `fd` as words for a message, from /proc/locks of this host."""
+    """Return words for a message that name the processes that hold the lock on `fd`, such as `process 12, 40`, as far
+    as /proc/locks of this host knows them."""
     inode = str(os.fstat(fd).st_ino)
     try:
         lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]

@@ -1,4 +1,9 @@
-"""Choose the checkpoint to open: the requested one, or the newest whole one, with a report of those passed over."""
+"""Choose the checkpoint to open: the requested one, or the newest whole one, with a report of those passed over.
+
+A root is a directory in which checkpoints are saved, each in a folder that is named by its tag. A candidate is a
+checkpoint directory that was examined: it is whole, or has a problem, text that says what is wrong. `skip` maps tags
+that are known to be damaged to their problems. To look is to examine candidates once.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +56,8 @@ def open_checkpoint(
         options: list[Candidate] = []
 
         def part(look: _Look = look, options: list[Candidate] = options) -> list[list[str | None]]:
-            """Add this rank's candidates, which `look` finds, to `options`; return [tag, problem] of each for the other
-            ranks."""
+            """Add the candidates that `look` finds on this rank to `options`, and return [tag, problem or None] of
+            each, for the other ranks."""
             options.extend(_look_until_settled(look, directory, tag, skip or {}))
             return [[option.tag, option.problem] for option in options]
 
@@ -67,14 +72,14 @@ def open_checkpoint(
 
 
 def damage_advice(directory: Path, damaged: Collection[str]) -> str:
-    """Return advice on what to do about the damaged tags of a root, as the last line of an error."""
+    """Return the last line of an error about the damaged tags of a root: advice on what to do."""
     others = [name for name in list_tags(directory) if name not in damaged]
     instead = f", or open another tag: {', '.join(others)}" if others else ""
     return f"`zero-ckpt verify {directory}` lists what is damaged; try `zero-ckpt repair`{instead}"
 
 
 def whereabouts(directory: Path) -> str:
-    """Return what is in the place of a root that holds no checkpoint, as the end of an error."""
+    """Return the end of an error about `directory`, a root in which no checkpoint was found: what is there instead."""
     if not directory.exists():
         return f": {directory} does not exist{start_of(directory)}"
     if not directory.is_dir():
@@ -87,11 +92,11 @@ def whereabouts(directory: Path) -> str:
 
 
 def _open_chosen(chosen: Candidate, requested: str | None, skipped: dict[str, str], what: str) -> Checkpoint:
-    """Return the chosen candidate as an open checkpoint, and log those that were passed over for it.
+    """Return the candidate `chosen` as an open checkpoint, and log a warning if others were passed over for it.
 
-    `requested` is the tag that the caller asked for, if any; `skipped` maps the tags passed over to their problems;
-    `what` begins errors. Raises DamagedError when the candidate is not whole on this rank, and ReplacedError when it is
-    not any more.
+    `requested` is the tag that the caller asked for, None for the newest; `skipped` maps the tags passed over to their
+    problems; `what` begins errors. Raises DamagedError when the candidate is not whole on this rank, and ReplacedError
+    when it has changed since it was examined.
     """
     report = OpenReport(requested, chosen.tag, tuple(skipped.items()))
     if skipped:
@@ -109,8 +114,8 @@ _Look = Callable[[Path, "str | None", Mapping[str, str]], "list[Candidate]"]
 
 
 def _look_until_settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """Return the candidates that `look` finds: it is called with the other arguments, and again (50 times at most, 10
-    ms apart) while a save is moving a directory that it looks at."""
+    """Return the candidates that `look` finds when called with the other arguments. While a save is moving one of them,
+    `look` is called again, 50 times at most and 10 ms apart."""
     for _ in range(_LOOKS):
         found = look(root, tag, skip)
         if not any(candidate.moved for candidate in found):
@@ -120,13 +125,14 @@ def _look_until_settled(look: _Look, root: Path, tag: str | None, skip: Mapping[
 
 
 def first_choice(root: Path, skip: Mapping[str, str]) -> list[Candidate]:
-    """Return what `open_checkpoint` looks at first without a tag, in a list: `root` itself or the checkpoint that
-    `latest` names, with its problem if it has one; empty without a `latest`."""
+    """Return, in a list, the candidate that `open_checkpoint` prefers without a tag: `root` itself if that is a
+    checkpoint, else the one that `latest` names, whole or not. The list is empty if there is no `latest`."""
     return _look_until_settled(_first_choice, root, None, skip)
 
 
 def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """Return the candidate of `tag`, of `root` itself, or of `latest`, in a list; empty if there is no `latest`.
+    """Return, in a list, the candidate of `tag`; without a tag that of `root` itself, if it is a checkpoint, or of
+    `latest`. The list is empty if there is no `latest`.
 
     A tag in `skip`, or a `latest` that cannot be followed, gives a candidate with that problem. Raises NotFoundError
     when there is no checkpoint `tag`.
@@ -155,8 +161,8 @@ def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[
 
 
 def find_directory(root: Path, tag: str) -> Path | None:
-    """Return the directory of checkpoint `tag`, also where a save has moved it aside to replace it; None if there is
-    none."""
+    """Return the directory of checkpoint `tag`, or the one to which a save has moved it aside while replacing it; None
+    if there is neither."""
     for _ in range(3):
         if exists(root / tag):
             return root / tag
@@ -167,8 +173,8 @@ def find_directory(root: Path, tag: str) -> Path | None:
 
 
 def _every_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """Return every checkpoint of `root`, newest first, those in `skip` with that problem; none when `tag` or `root`
-    itself names the only choice."""
+    """Return every checkpoint of `root` as a candidate, newest first; one in `skip` has the problem given there. The
+    list is empty when `tag` or `root` itself names the only choice."""
     if tag is not None or holds_checkpoint(root):
         return []
     return [_apply_skip(candidate, skip) for candidate in find_candidates(root)]
@@ -182,7 +188,8 @@ def _apply_skip(candidate: Candidate, skip: Mapping[str, str]) -> Candidate:
 
 
 def _merge_problems(views: list[Any]) -> dict[str, str | None]:
-    """Return the problem of each candidate by tag, in rank 0's order; None only where it is whole on every rank.
+    """Return the problem of each of rank 0's candidates by tag, in its order; None where the candidate is whole on
+    every rank.
 
     `views` has, by rank, a list of [tag, problem or None].
     """

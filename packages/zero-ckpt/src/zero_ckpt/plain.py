@@ -73,15 +73,15 @@ def _copy(value: Any, path: str, depth: int, items: Iterator[int] | None) -> Any
 
 
 def _spend_items(items: Iterator[int] | None, count: int, path: str) -> None:
-    """Use up `count` of the items that are still allowed (None: any number). Raises NotPlainDataError, naming `path`,
-    when fewer are left."""
+    """Use up `count` of the items that `items` still allows (None: any number). Raises NotPlainDataError, naming
+    `path`, when fewer are left."""
     if items is not None and sum(1 for _ in itertools.islice(items, count)) < count:
         raise NotPlainDataError(f"{path} has more items than are read")
 
 
 def _require_encodable(value: str, path: str) -> str:
-    """Return the string. Raises NotPlainDataError, naming `path`, for half a surrogate pair, which UTF-8 cannot
-    encode."""
+    """Return the string `value`. Raises NotPlainDataError, naming `path`, if it has half a surrogate pair, which UTF-8
+    cannot encode."""
     if not value.isascii():
         try:
             value.encode()
@@ -91,8 +91,8 @@ def _require_encodable(value: str, path: str) -> str:
 
 
 def _checked_key(key: Any, path: str) -> str:
-    """Return the key of a map as a str. Raises NotPlainDataError when it is no string or not valid Unicode. `path`
-    names the map."""
+    """Return the key of a map as a str. Raises NotPlainDataError when `key` is no string or not valid Unicode. `path`
+    names the map in errors."""
     if not isinstance(key, str):
         raise NotPlainDataError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be strings")
     return _require_encodable(str(key), path)
@@ -106,8 +106,8 @@ def pack(value: Any) -> bytes:
 
 
 def _pack_big_int(value: Any) -> msgpack.ExtType:
-    """Return an integer beyond 64 bits as an extension value. Raises NotPlainDataError for anything else, and for one
-    that is too long."""
+    """Return an integer beyond 64 bits as a msgpack extension value: msgpack calls this for values that it cannot
+    encode itself. Raises NotPlainDataError for any other type, and for an integer of more than 1000 bytes."""
     if isinstance(value, int):
         nbytes = value.bit_length() // 8 + 1
         if nbytes > _MOST_INT_BYTES:
@@ -153,24 +153,25 @@ def first_duplicate(keys: Iterable[str]) -> str | None:
 
 
 class _Decoding:
-    """Bounds the memory of lists and maps while msgpack makes them, and refuses values that are not plain data.
+    """Hooks for msgpack's decoder that bound the memory of lists and maps and refuse values that are not plain data.
 
-    `nbytes` is the length of the encoded data: 256 MiB and eight times that are allowed.
+    `nbytes` is the length of the encoded data; lists and maps may take 256 MiB plus eight times that.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._left = _OBJECT_BYTES + _OBJECT_BYTES_PER_BYTE * nbytes
 
     def take_list(self, items: list[Any]) -> list[Any]:
-        """Return `items` after counting their memory. Raises ValueError beyond the bound, and for an item that is not
-        plain data."""
+        """Return the decoded list `items` after counting its memory. Raises ValueError if all lists and maps take more
+        than the bound, and for an item that is not plain data."""
         self._spend(_LIST_BYTES + 8 * len(items))
         self._require_plain(items)
         return items
 
     def take_map(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return the (key, value) pairs as a dict, counted and checked as in `take_list`. Raises ValueError also for a
-        key that is there twice."""
+        """Return a decoded map, given as (key, value) pairs, as a dict after counting its memory. Raises ValueError if
+        all lists and maps take more than the bound, for a key that is there twice, and for a value that is not plain
+        data."""
         self._spend(_MAP_BYTES + _PAIR_BYTES * len(pairs))
         table = dict(pairs)
         if len(table) != len(pairs):
@@ -179,14 +180,14 @@ class _Decoding:
         return table
 
     def _spend(self, nbytes: int) -> None:
-        """Count `nbytes` of memory. Raises ValueError when so much is not allowed."""
+        """Count `nbytes` more bytes of lists and maps. Raises ValueError when that is more than the bound."""
         self._left -= nbytes
         if self._left < 0:
             raise ValueError("its lists and maps take too much memory for its size")
 
     @staticmethod
     def _require_plain(values: Iterable[Any]) -> None:
-        """Raise ValueError when the type of a value is not one of plain data."""
+        """Raise ValueError unless every value has one of the types of plain data."""
         odd = set(map(type, values)) - _PLAIN_TYPES
         if odd:
             raise ValueError(f"{', '.join(sorted(kind.__name__ for kind in odd))} is not plain data")

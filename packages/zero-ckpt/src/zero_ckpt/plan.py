@@ -1,8 +1,9 @@
 """Decide which rank writes which elements. Pure arithmetic; every rank computes the same plan from the same input.
 
 Elements that several ranks hold (replicas) are written once, by the candidate with the fewest bytes so far, in runs of
-at most `MAX_SLICE_BYTES`. Elements in a sealed file are preferred to replicas in memory, cost nothing, and are not
-split here. Elements that no rank holds are an error.
+at most `MAX_SLICE_BYTES`. Elements in a sealed file (linked ones) are preferred to replicas in memory, cost nothing,
+and are not split here. Elements that no rank holds are an error. All offsets and lengths are in elements of the
+flattened tensor.
 """
 
 from __future__ import annotations
@@ -97,8 +98,10 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
 
 
 def _holders_by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Sequence[Holding]]:
-    """Return the holders of a run in groups, each of which writes the run once: by node, or all in one group without
-    `nodes`.
+    """Return the holders of a run in groups, in each of which one holder writes the run: one group per node, or without
+    `nodes` a single group.
+
+    `nodes` names the node of each rank.
     """
     if nodes is None:
         return [run.holders]
@@ -109,7 +112,7 @@ def _holders_by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Seque
 
 
 def _require_same_shape(group: Sequence[Holding]) -> None:
-    """Raise CheckpointError when ranks disagree on a tensor's shape or dtype; `group` are its holdings."""
+    """Raise CheckpointError unless all of `group`, the ranks' holdings of one tensor, have the same shape and dtype."""
     first = group[0]
     for other in group:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
@@ -120,7 +123,8 @@ def _require_same_shape(group: Sequence[Holding]) -> None:
 
 
 def _runs(group: Sequence[Holding]) -> list[_Run]:
-    """Return the longest runs of elements with the same holders, in order; `group` are the holdings of one tensor.
+    """Split a tensor into the longest runs of elements with the same holders, and return them in order; `group` are all
+    ranks' holdings of the tensor.
 
     Raises CheckpointError for elements that no rank holds, or that a rank holds twice.
     """
@@ -154,8 +158,8 @@ def _runs(group: Sequence[Holding]) -> list[_Run]:
 
 
 def _hole_error(holding: Holding, begin: int, end: int) -> CheckpointError:
-    """Return the error for elements `begin` to `end` of a tensor, which no rank holds; `holding` is any other part of
-    the tensor."""
+    """Return the error that no rank holds elements `begin` to `end` of a tensor; `holding` is any of the tensor's
+    holdings."""
     return CheckpointError(
         f"{holding.name!r} ({holding.kind}, {holding.dtype} {holding.shape}): no rank contributes elements "
         f"{begin} to {end}"
@@ -163,7 +167,7 @@ def _hole_error(holding: Holding, begin: int, end: int) -> CheckpointError:
 
 
 def _split_run(run: _Run) -> list[_Run]:
-    """Return a run as consecutive runs of at most `MAX_SLICE_BYTES`, with the same holders."""
+    """Split a run into consecutive runs of at most `MAX_SLICE_BYTES` each, with the same holders."""
     step = MAX_SLICE_BYTES // ITEMSIZE[run.holders[0].dtype]
     return [_Run(at, min(at + step, run.end), run.holders) for at in range(run.begin, run.end, step)]
 
@@ -174,10 +178,10 @@ def _run_nbytes(run: _Run) -> int:
 
 
 def _assign(run: _Run, holder: Holding, load: list[int], pieces: list[list[PlannedSlice]]) -> None:
-    """Plan a run for a holder to write: append its slices to `pieces` of the holder's rank, and add its bytes to
-    `load`.
+    """Plan that `holder` writes `run`: append its slices to `pieces` of the holder's rank, and add its bytes to that
+    rank's `load`. Both lists are by rank.
 
-    Linked runs cost nothing and stay one slice; others are split to at most `MAX_SLICE_BYTES`.
+    A linked run is one slice and adds no bytes; others are split into slices of at most `MAX_SLICE_BYTES`.
     """
     load[holder.rank] += 0 if holder.linked else _run_nbytes(run)
     for part in [run] if holder.linked else _split_run(run):

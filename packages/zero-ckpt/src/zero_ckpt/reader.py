@@ -49,6 +49,7 @@ class OpenReport:
     skipped: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
+        """Return the report as one line for a log."""
         lines = [f"opened checkpoint {self.opened!r}"]
         lines += [f"  instead of {tag!r}: {problem}" for tag, problem in self.skipped]
         return "\n".join(lines)
@@ -161,8 +162,8 @@ class Checkpoint:
         """Fill the buffers of many requests as `read_into` does, with several reads in flight. Raises as `read_into`
         does.
 
-        `threads` read; with the `nvme` extra, when 64 MiB or more are requested and `verify` is set, whole slices are
-        read past the page cache instead. After an exception the buffers may be partly filled.
+        Up to `threads` threads read. With the `nvme` extra, if 64 MiB or more are requested and `verify` is set, whole
+        slices are read past the page cache instead. After an exception the buffers may be partly filled.
         """
         jobs = [job for request in requests for job in self._slice_copies(request)]
         if verify and has_direct_reads(sum(job.view.nbytes for job in jobs)):
@@ -184,8 +185,8 @@ class Checkpoint:
                 raise
 
     def _read_whole_slices(self, jobs: list[SliceCopy]) -> list[SliceCopy]:
-        """Read those jobs that want whole slices with direct I/O, 64 files at a time, and return the others, which are
-        left to do. Raises DamagedError."""
+        """Read with direct I/O those of `jobs` that want whole slices, 64 files at a time, and return the other jobs.
+        Raises DamagedError when a slice cannot be read or its checksum differs."""
         whole = sorted((job for job in jobs if job.is_whole), key=lambda job: job.piece.file)
         by_file = [list(group) for _, group in groupby(whole, key=lambda job: job.piece.file)]
         for first in range(0, len(by_file), _OPEN_FILES):
@@ -193,7 +194,8 @@ class Checkpoint:
         return [job for job in jobs if not job.is_whole]
 
     def _read_directly(self, jobs: list[SliceCopy]) -> None:
-        """Read jobs that want whole slices with direct I/O, and compare their checksums. Raises DamagedError."""
+        """Fill the views of `jobs`, which all want whole slices, with direct I/O, and compare the checksums. Raises
+        DamagedError when a slice cannot be read or its checksum differs."""
         with ExitStack() as stack:
             opened: dict[int, Path] = {}
             for job in jobs:
@@ -222,8 +224,8 @@ class Checkpoint:
         return out
 
     def _slice_copies(self, request: ReadRequest) -> list[SliceCopy]:
-        """Return one copy for each slice that a request overlaps. Raises NotFoundError, and MismatchError when the
-        request does not fit the tensor."""
+        """Return one copy for each slice that a request overlaps, into its part of the request's buffer. Raises
+        NotFoundError, and MismatchError when the request does not fit the tensor."""
         entry = self.entry(request.name, request.kind)
         itemsize = ITEMSIZE[entry.dtype]
         out = _writable_bytes(request)
@@ -242,11 +244,11 @@ class Checkpoint:
         return jobs
 
     def _copy_from_slice(self, jobs: Sequence[SliceCopy], verify: bool) -> None:
-        """Fill the views of `jobs`, which all want bytes of the same slice; with `verify` that is read once, in full,
-        and compared.
+        """Fill the views of `jobs`, which all want bytes of the same slice. With `verify` the slice is read once, in
+        full, and compared with its checksum.
 
         A slice of more than `MAX_SLICE_BYTES` of which parts are wanted is verified once per checkpoint object. Raises
-        DamagedError, or ReplacedError. Threads call it at the same time for different slices.
+        DamagedError, or ReplacedError when the file is gone. Threads call this at the same time for different slices.
         """
         first = jobs[0]
         begin, where = self._begin(first), self._where(first)
@@ -266,9 +268,11 @@ class Checkpoint:
                 job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
 
     def _verify_large(self, job: SliceCopy, fd: int, begin: int, where: str) -> None:
-        """Verify a slice of more than `MAX_SLICE_BYTES`, unless an earlier request did. Raises DamagedError.
+        """Compare a slice of more than `MAX_SLICE_BYTES` with its checksum, unless an earlier request did. Raises
+        DamagedError.
 
-        `fd` is its file, `begin` its first byte there; `where` begins errors.
+        `job` wants a part of the slice; `fd` is the slice's file, `begin` the slice's first byte there; `where` begins
+        errors.
         """
         place = (job.piece.file, job.piece.key, job.piece.begin)
         with self._large_lock:
@@ -277,13 +281,13 @@ class Checkpoint:
                 self._large.add(place)
 
     def _opened(self, job: SliceCopy) -> AbstractContextManager[int]:
-        """Return a `with` statement's context that opens the file of a job's slice and yields its descriptor. It raises
-        DamagedError or ReplacedError.
-        """
+        """Return a context manager that opens the file of a job's slice, yields its descriptor and closes it. Entering
+        raises DamagedError or ReplacedError when the file cannot be opened."""
         return self._folder.opened(self._manifest.files[job.piece.file].path, self._where(job))
 
     def _require_checksum(self, job: SliceCopy, found: str) -> None:
-        """Raise DamagedError unless `found` is the checksum of a job's slice."""
+        """Raise DamagedError unless `found`, a checksum that was computed, is the one that the manifest has for a job's
+        slice."""
         if found != job.piece.checksum:
             raise DamagedError(
                 f"{self._where(job)}: elements {job.piece.offset} to {job.piece.offset + job.piece.length} are damaged "
@@ -291,13 +295,13 @@ class Checkpoint:
             )
 
     def _where(self, job: SliceCopy) -> str:
-        """Return the tensor and the file of a job, for error messages."""
+        """Return words for errors: the tensor and the file that a job reads."""
         file = self.path / self._manifest.files[job.piece.file].path
         return f"{job.entry.name!r} ({job.entry.kind}) in {file}"
 
     def _begin(self, job: SliceCopy) -> int:
-        """Return the byte of its file at which a job's slice begins. Raises DamagedError when the file's header does
-        not hold it."""
+        """Return the position in its file of a job's slice, in bytes. Raises DamagedError when the file's header does
+        not have it."""
         if job.piece.begin is not None:
             return job.piece.begin
         stored = self._header(job.piece.file).get(job.piece.key)
@@ -308,8 +312,8 @@ class Checkpoint:
         return stored.begin
 
     def _header(self, index: int) -> dict[str, HeaderEntry]:
-        """Return the header's entries of file number `index` by key; it is read the first time and kept. Raises
-        DamagedError."""
+        """Return the header's entries of file number `index` of the manifest, by key. It is read at the first call and
+        kept. Raises DamagedError."""
         with self._lock:
             if index not in self._headers:
                 entry = self._manifest.files[index]
@@ -319,7 +323,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SliceCopy:
-    """A copy into `view` of bytes of one slice, from `skip` bytes after the slice's begin on; `entry` is the slice's
+    """A job of a read: fill `view` with bytes of the slice `piece`, from its byte `skip` on. `entry` is the slice's
     tensor."""
 
     entry: TensorEntry
@@ -334,7 +338,7 @@ class SliceCopy:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all of the slice is copied."""
+        """Return whether the job wants all bytes of the slice."""
         return self.view.nbytes == self.slice_nbytes
 
 
@@ -350,7 +354,7 @@ def _writable_bytes(request: ReadRequest) -> memoryview:
 
 
 def _overlapping(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
-    """Return the slices, of `slices` sorted by offset, that share elements with `begin` to `end` (exclusive)."""
+    """Return those of `slices`, which are sorted by offset, that have elements from `begin` to `end` (exclusive)."""
     low, high = 0, len(slices)
     while low < high:  # the first slice that ends after `begin`
         middle = (low + high) // 2

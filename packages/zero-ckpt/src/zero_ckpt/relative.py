@@ -19,7 +19,8 @@ def absolute(path: Path) -> Path:
 
 
 def start_of(path: Path) -> str:
-    """Return, as the end of an error, where the ``path`` that was not found starts; empty if it is absolute."""
+    """Return the end of an error about ``path``, which was not found: the working directory that it starts at; empty if
+    it is absolute."""
     if path.is_absolute():
         return ""
     try:

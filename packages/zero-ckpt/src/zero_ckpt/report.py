@@ -41,7 +41,7 @@ class LoadReport:
             )
 
     def summary(self) -> str:
-        """Return the report as one line for a log, with at most three names of each sort."""
+        """Return the report as one line for a log; of each list of names, at most three."""
         parts = [f"{len(self.loaded)} tensors loaded"]
         for text in ("converted", "defaulted", "ignored"):
             if names := getattr(self, text):
@@ -61,8 +61,8 @@ class LoadReport:
 
 
 def _lines(title: str, names: list[str]) -> str:
-    """Return a line, with its newline before it, of `title`, the number of names and up to ten of them; empty without
-    any."""
+    """Return a line, with a newline before it, that has `title`, the number of `names` and up to ten of them; an empty
+    string if there are no names."""
     if not names:
         return ""
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -73,9 +73,9 @@ def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, He
 
 
 def _require_small(raw: bytes, where: str) -> None:
-    """Raise DamagedError, before a header is parsed, for one that would take far more memory than a sound one.
+    """Raise DamagedError for a header that would take far more memory to parse than a sound one, before it is parsed.
 
-    `raw` is the header, its 8 bytes of length included; `where` names the file.
+    `raw` is the header, its 8 bytes of length included; `where` names the file in errors.
     """
     if len(raw) > MAX_HEADER_BYTES:
         raise DamagedError(f"{where}: a safetensors header of {len(raw)} bytes, expected at most {MAX_HEADER_BYTES}")
@@ -85,7 +85,7 @@ def _require_small(raw: bytes, where: str) -> None:
 
 
 def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON map as a dict. Raises ValueError for a key that is there twice."""
+    """Return the (key, value) pairs of a JSON object as a dict. Raises ValueError for a key that is there twice."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError(f"the key {first_duplicate(key for key, _ in pairs)!r} appears twice")
@@ -93,7 +93,8 @@ def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _require_encodable_texts(texts: Iterable[str], where: str) -> None:
-    """Raise DamagedError for a text with half a surrogate pair, which UTF-8 cannot encode; `where` names the file."""
+    """Raise DamagedError if a text has half a surrogate pair, which UTF-8 cannot encode; `where` names the file in
+    errors."""
     for text in texts:
         if not text.isascii():
             try:
@@ -105,7 +106,8 @@ def _require_encodable_texts(texts: Iterable[str], where: str) -> None:
 
 
 def _require_no_overlap(entries: Mapping[str, HeaderEntry], where: str) -> None:
-    """Raise DamagedError when two entries share a byte; entries are by key, and `where` names the file."""
+    """Raise DamagedError when two of `entries`, a header's by key, share a byte of the file; `where` names the file in
+    errors."""
     end, before = 0, ""
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < end and entry.begin < entry.end:
@@ -115,10 +117,10 @@ def _require_no_overlap(entries: Mapping[str, HeaderEntry], where: str) -> None:
 
 
 def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: str) -> HeaderEntry:
-    """Return one entry of the header, with byte positions in the file. Raises DamagedError when it is not valid.
+    """Return the header entry of `key` with byte positions in the file. Raises DamagedError when it is not valid.
 
-    `value` is what the JSON has under `key`; its offsets count from the end of the header, which has `header_nbytes`
-    bytes. `where` names the file, which has `file_nbytes`.
+    `value` is what the header's JSON has for the key; its offsets count from the end of the header, which has
+    `header_nbytes` bytes. The file has `file_nbytes`, and `where` names it in errors.
     """
     if not isinstance(value, dict):
         raise DamagedError(f"{where}: entry {key!r} of the safetensors header is not a map")
@@ -137,7 +139,7 @@ def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: st
 
 
 def _is_list_of_sizes(value: Any) -> TypeGuard[list[int]]:
-    """Return whether `value` is a list of at most 64 integers from 0 to 2**62 - 1."""
+    """Return whether `value` is a list of at most 64 integers from 0 to 2**62 - 1, as a shape is."""
     return (
         isinstance(value, list)
         and len(value) <= 64

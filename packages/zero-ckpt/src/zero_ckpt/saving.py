@@ -1,4 +1,9 @@
-"""Save all ranks' intervals as one checkpoint: describe, plan, stage, write, commit. See [Note: two-phase commit]."""
+"""Save all ranks' intervals as one checkpoint: describe, plan, stage, write, commit. See [Note: two-phase commit].
+
+An interval is a run of a flattened tensor's elements with this rank's data for it (see `types.Interval`); a slice is a
+run of elements in one file of the checkpoint. The staged directory is the hidden one into which the ranks write before
+it is renamed to the tag.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +57,10 @@ def save_sharded(
     """Write the intervals of all ranks as checkpoint `<root>/<tag>` and return that path; collective.
 
     Together the ranks must hold every element of every tensor; elements on several ranks are written once, balanced by
-    bytes. A checkpoint of that tag is replaced, or refused without
-    `replace_existing`. `aliases` (tied names to the name that is stored), `frozen` (names of
-    parameters that are not trained), `client_state`, `config` and `step` are taken from rank 0, `rank_state` from every
-    rank; all are plain data (see `zero_ckpt.plain`). `beside` (name to contents, from rank 0) becomes small files in
-    the directory, which nothing here reads.
+    bytes. A checkpoint of that tag is replaced, or refused without `replace_existing`. `aliases` (tied names to the
+    name that is stored), `frozen` (names of parameters that are not trained), `client_state`, `config` and `step` are
+    taken from rank 0, `rank_state` from every rank; all are plain data (see `zero_ckpt.plain`). `beside` (name to
+    contents, from rank 0) becomes small files in the directory, which nothing here reads.
 
     `save_latest` points `<root>/latest` at the new checkpoint. `keep_last` then removes all but that many of the newest
     checkpoints; one that cannot be removed is logged and left. `open_sink` decides how bytes reach the disk: by default
@@ -85,7 +89,8 @@ def save_sharded(
         written = run_on_all_ranks(group, job.what, job.write)
 
         def commit() -> None:
-            """Write the manifest and give the checkpoint its name, on the ranks that made a directory."""
+            """Write the manifest and give the checkpoint its name, on the ranks that staged a directory; a step of
+            `run_on_all_ranks`."""
             job.seal(described, written, beside or {})
             job.commit(replace_existing, save_latest)
 
@@ -99,10 +104,11 @@ def save_sharded(
 
 
 class SaveJob:
-    """One rank's share of one save; the phases are called in the order in which they stand here, each on every rank.
+    """One rank's work in one save. The phases are called in the order in which they stand here, each on every rank.
 
-    The arguments are those of `save_sharded`; `group` is the coordinator, and `judge` says what may be replaced, as for
-    `Staging.create`. The attributes `rank` and `ranks` are those of the coordinator.
+    The arguments are those of `save_sharded`; `group` is the coordinator, and `judge` raises CheckpointError if what is
+    at the path it is called with must not be replaced (None: `commit.require_replaceable`). The attributes `rank` and
+    `ranks` are those of the coordinator.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class SaveJob:
     def describe(
         self, intervals: Iterable[Interval], extras: dict[str, Any], rank_state: Any, keep_last: int | None
     ) -> dict[str, Any]:
-        """Check the arguments and return, as plain data, what this rank tells the others.
+        """Check the arguments and return, as plain data, what the other ranks need to know of this one.
 
         That is its tag, node and random token, the head of each interval (see `_interval_head`), its rank state, and
         `extras` (step, aliases, frozen, client state and configuration; None on ranks other than 0). `keep_last` is
@@ -174,9 +180,9 @@ class SaveJob:
         self._plan = make_plan(holdings, self._group.world_size, self._nodes)
 
     def stage(self) -> None:
-        """Sweep the root and make the directory into which the ranks write; does nothing but on the first rank of each
-        file system. Raises CheckpointError when the tag, or `latest`, is taken by something that must not be replaced.
-        """
+        """Sweep the root of interrupted saves and make the staged directory, on the first rank of each file system;
+        does nothing on other ranks. Raises CheckpointError when something that must not be replaced has the name of the
+        tag or of `latest`."""
         if self._leads:
             sweep(self.root)
             require_replaceable(self.root)
@@ -186,7 +192,8 @@ class SaveJob:
         """Write this rank's files into the staged directory, and wait until they are on disk.
 
         Returns their manifest entries (`files`) and slices (`slices`) as plain data, None if the plan gives this rank
-        nothing. Raises CheckpointError when the rank does not see the directory, and as `write_contribution` does.
+        nothing to write. Raises CheckpointError when this rank does not see the directory or an interval's data is not
+        what it claims, and OSError when writing fails.
         """
         pieces = self._plan.pieces[self._group.rank]
         if not pieces:
@@ -201,14 +208,17 @@ class SaveJob:
 
     @property
     def staged(self) -> Path:
-        """Return the directory into which the ranks write."""
+        """The directory into which the ranks write until the commit."""
         return staging_path(self.root, self.tag, self._token)
 
     def seal(
         self, described: list[dict[str, Any]], written: list[dict[str, Any] | None], beside: Mapping[str, bytes]
     ) -> None:
-        """Write the manifest and the files `beside` into the staged directory. `described` and `written` are the
-        results of `describe` and `write`, by rank. Does nothing where `stage` made no directory."""
+        """Write the manifest and the small files of `beside` (contents by name) into the staged directory, on the ranks
+        that made one; does nothing on others.
+
+        `described` and `written` are the results of `describe` and `write`, by rank.
+        """
         if self._staging is None:
             return
         for name, data in beside.items():
@@ -220,9 +230,11 @@ class SaveJob:
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
 
     def commit(self, replace_existing: bool, save_latest: bool) -> None:
-        """Rename the sealed directory to the tag and, with `save_latest`, point `latest` at it; also leaves the script
-        `zero_to_fp32.py` in the root. Raises CheckpointError when the tag exists, unless `replace_existing`. Does
-        nothing where `stage` made no directory."""
+        """Rename the sealed directory to the tag, point `latest` at it if `save_latest`, and leave the script
+        `zero_to_fp32.py` in the root, on the ranks that made a directory; does nothing on others.
+
+        Raises CheckpointError when something has that name and `replace_existing` is False.
+        """
         if self._staging is None:
             return
         leave_script(self.root)
@@ -236,13 +248,13 @@ class SaveJob:
         return {rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]}
 
     def discard(self) -> None:
-        """Remove the directory of this save unless it was committed; does nothing on ranks that made none."""
+        """Remove the staged directory unless it was committed; does nothing on ranks that made none."""
         if self._staging is not None:
             self._staging.discard()
 
     def prune(self, keep_last: int) -> None:
         """Remove all but the newest `keep_last` checkpoints, and never this one, on the ranks that made a directory. A
-        failure is only logged, as the save is good."""
+        failure is only logged, as this save has succeeded."""
         if not self._leads:
             return
         try:
@@ -252,8 +264,8 @@ class SaveJob:
 
 
 def _write_beside(directory: Path, name: str, data: bytes) -> None:
-    """Write a new small file into the checkpoint. Raises CheckpointError for a name that the checkpoint uses itself or
-    that leads to another directory."""
+    """Write the small file `name` into the checkpoint `directory`. Raises CheckpointError for a name that the
+    checkpoint uses itself or that leads to another directory."""
     path = directory / name
     if path.parent != directory or path.suffix == ".safetensors" or name == MANIFEST_NAME:
         raise CheckpointError(f"beside[{name!r}]: expected a file name that is not the checkpoint's own")
@@ -281,8 +293,8 @@ def _interval_head(interval: Interval) -> list[Any]:
 def _build_manifest(
     plan: SavePlan, described: list[dict[str, Any]], written: list[dict[str, Any] | None], own_ranks: set[int]
 ) -> Manifest:
-    """Return the manifest for the ranks `own_ranks`, those on this file system, which prefer their own copies of what
-    several nodes wrote.
+    """Return the manifest for one file system, whose ranks are `own_ranks`. Of an element that several nodes wrote, the
+    manifest has the copy of these ranks.
 
     `described` and `written` are the results of `SaveJob.describe` and `SaveJob.write`, by rank.
     """
@@ -315,7 +327,7 @@ def _build_manifest(
 
 
 def _decode_file_entry(table: dict[str, Any]) -> FileEntry:
-    """Return a file entry from the plain data that `FileEntry.encode` made."""
+    """Return the `FileEntry` whose `encode` returned `table`."""
     extents = table.get("extents")
     return FileEntry(
         **{**table, "extents": None if extents is None else tuple((nbytes, digest) for nbytes, digest in extents)}
@@ -323,9 +335,9 @@ def _decode_file_entry(table: dict[str, Any]) -> FileEntry:
 
 
 def _drop_duplicates(candidates: list[Slice]) -> tuple[Slice, ...]:
-    """Return slices in order of offset, without those that overlap an earlier one of the list.
+    """Return slices of one tensor sorted by offset, without those that overlap an earlier one of the list.
 
-    Each node writes its own copy of a replicated tensor, and may split it at other elements.
+    They occur because each node writes its own copy of a replicated tensor, and may split it at other elements.
     """
     chosen: list[Slice] = []
     for piece in candidates:

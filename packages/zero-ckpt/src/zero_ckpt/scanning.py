@@ -14,10 +14,10 @@ SCAN_BYTES = 4 << 20
 
 
 def scan(path: Path, begin: int, nbytes: int, where: str, progress: Callable[[int], None] | None = None) -> str:
-    """Return the checksum of `nbytes` bytes of a file from byte `begin` on.
+    """Return the checksum of `nbytes` bytes of the file `path` from byte `begin` on.
 
-    Calls `progress` with the number of bytes of each read. Raises DamagedError, beginning with `where`, when they
-    cannot be read.
+    Calls `progress` with the number of bytes of each read. Raises DamagedError, whose message begins with `where`, when
+    the bytes cannot be read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -37,11 +37,11 @@ def scan_fd(
     progress: Callable[[int], None] | None = None,
     whole: Checksummer | None = None,
 ) -> str:
-    """Return the checksum of `nbytes` bytes of an open file from byte `begin` on, as `scan` does; `whole` is updated
-    with the same bytes.
+    """Return the checksum of `nbytes` bytes of an open file from byte `begin` on. `whole`: a further checksum that is
+    updated with the same bytes.
 
-    `progress` is called with the number of bytes of each read. Raises DamagedError, beginning with `where`, when they
-    cannot be read.
+    `progress` is called with the number of bytes of each read. Raises DamagedError, whose message begins with `where`,
+    when the bytes cannot be read.
     """
     total, scratch = Checksummer(), memoryview(bytearray(min(SCAN_BYTES, nbytes)))
     for position in range(begin, begin + nbytes, SCAN_BYTES):

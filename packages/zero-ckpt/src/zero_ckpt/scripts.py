@@ -23,10 +23,11 @@ sys.exit(main())
 
 
 def leave_script(root: Path) -> None:
-    """Put an executable `zero_to_fp32.py` into `root` unless there is one; an empty file (left by a power cut) is
-    replaced.
+    """Put an executable `zero_to_fp32.py` into the directory `root` unless it has one; an empty file (left by a power
+    cut) is replaced.
 
-    Takes the root's lock only to write it. Raises CheckpointError after ten minutes without the lock, and OSError.
+    Takes the root's lock only to write the script. Raises CheckpointError when that is not free within ten minutes, and
+    OSError when the script cannot be written.
     """
     path = root / SCRIPT_NAME
     if _is_wanted(path):
@@ -36,7 +37,7 @@ def leave_script(root: Path) -> None:
 
 
 def _is_wanted(path: Path) -> bool:
-    """Return whether there is nothing at `path`, or an empty file."""
+    """Return whether the script is to be written: there is nothing at `path`, or an empty file."""
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -1,5 +1,8 @@
-"""Rewrite damaged slices from their twins: slices of other checkpoints with the same checksum, and so the same
-bytes."""
+"""Rewrite damaged slices from their twins: slices of other checkpoints with the same checksum, and so the same bytes.
+
+A slice is a run of a tensor's elements in one data file of a checkpoint, with a checksum. All functions raise
+DamagedError for a file of the checkpoint that cannot be read, and OSError for one that cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from .types import ITEMSIZE
 
 
 class _OpenCheckpoint:
-    """A checkpoint directory, its manifest, and the headers of its files, each read when it is first needed.
+    """The checkpoint directory `path`, its manifest, and the headers of its data files, each of which is read when it
+    is first needed.
 
-    Raises CheckpointError when the manifest cannot be read or a file has another size than it says.
+    Raises CheckpointError when the manifest cannot be read or a data file has not the size that the manifest gives.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,13 +34,12 @@ class _OpenCheckpoint:
         self._headers: dict[int, dict[str, HeaderEntry]] = {}
 
     def slices(self) -> list[tuple[TensorEntry, Slice]]:
-        """Return every slice of the checkpoint, with its tensor."""
+        """Return every slice of the checkpoint, as pairs (its tensor, the slice)."""
         return [(tensor, piece) for tensor in self.manifest.tensors for piece in tensor.slices]
 
     def begin(self, piece: Slice) -> int:
-        """Return the byte of its file at which a slice begins. Raises DamagedError when the file's header does not hold
-        it.
-        """
+        """Return the position of a slice in its file, in bytes. Raises DamagedError when the file's header does not
+        have it."""
         if piece.begin is not None:
             return piece.begin
         entry = self.manifest.files[piece.file]
@@ -48,10 +51,8 @@ class _OpenCheckpoint:
         return stored.begin
 
     def open(self, piece: Slice, flags: int = os.O_RDONLY) -> int:
-        """Return a descriptor of the file that holds a slice, for the caller to close. Raises DamagedError.
-
-        `flags` are those of `os.open`.
-        """
+        """Open the file that holds a slice, with these `flags` of `os.open`, and return its descriptor, for the caller
+        to close. Raises DamagedError when it cannot be opened."""
         path = self.manifest.files[piece.file].path
         try:
             return self.folder.open(path, flags)
@@ -75,11 +76,12 @@ _Twins = dict[tuple[str, int], list[_Twin]]
 
 
 def restore_slices(path: Path, others: list[Path]) -> bool:
-    """Rewrite each damaged slice of `path` from a twin in the checkpoints `others`. Returns whether any was rewritten.
+    """Rewrite each damaged slice of the checkpoint `path` from a twin in the checkpoints `others`. Returns whether any
+    was rewritten.
 
-    False also when the manifest or a header of `path` is damaged, or one of its slices cannot be read. The bytes are
-    written into the file in the checkpoint's own directory, through no link: a file with several hard links is first
-    replaced by a copy of its own, and the others keep what they hold. Raises OSError when it cannot be written.
+    Returns False also when the manifest or a header of `path` is damaged, or one of its slices cannot be read. If a
+    file with a damaged slice has several hard links, `path` first gets a copy of its own, and the other links keep what
+    they hold. Raises OSError when a file cannot be written.
     """
     try:
         source = _OpenCheckpoint(path)
@@ -90,9 +92,10 @@ def restore_slices(path: Path, others: list[Path]) -> bool:
 
 
 def _twins_by_checksum(others: list[Path]) -> _Twins:
-    """Return the slices of checkpoints by (checksum, bytes); those that cannot be opened are left out.
+    """Return the slices of the checkpoints `others` by (checksum, number of bytes); checkpoints that cannot be opened
+    are left out.
 
-    All with the same key are listed, since linked files share their damage.
+    All slices with the same key are listed, as some may be damaged.
     """
     found: _Twins = {}
     for path in others:
@@ -107,7 +110,8 @@ def _twins_by_checksum(others: list[Path]) -> _Twins:
 
 
 def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
-    """Rewrite a slice if it is damaged and a good twin is found. Returns whether it was rewritten.
+    """Verify the slice `piece` of `tensor` in `source` and, if it is damaged, rewrite it from the first good one of its
+    `twins`. Returns whether it was rewritten.
 
     Raises DamagedError when the slice cannot be read, OSError when it cannot be written.
     """
@@ -122,8 +126,8 @@ def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, t
 
 
 def _copy_slice(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int) -> bool:
-    """Copy slice `piece` of `target`, of `nbytes` bytes, from a twin whose bytes are good. Returns False, with nothing
-    written, when they are not, or cannot be read.
+    """Overwrite slice `piece` of `target`, of `nbytes` bytes, with the bytes of `twin`, if these are good, and return
+    True. Returns False, with nothing written, when the twin is damaged or cannot be read.
 
     Raises OSError when writing fails.
     """
@@ -141,10 +145,10 @@ def _copy_slice(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int)
 
 
 def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, nbytes: int) -> None:
-    """Overwrite slice `piece` of `target` with `nbytes` bytes of the open file `source` from byte `begin` on, on disk
-    on return.
+    """Overwrite slice `piece` of `target` with `nbytes` bytes of the open file `source` from byte `begin` on; they are
+    on disk on return.
 
-    A read-only file is made writable for it. Raises OSError, or DamagedError.
+    A read-only file is made writable meanwhile. Raises OSError, or DamagedError when the slice's file cannot be opened.
     """
     own = _open_unshared(target, piece)
     try:
@@ -163,9 +167,10 @@ def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, n
 
 
 def _open_unshared(target: _OpenCheckpoint, piece: Slice) -> int:
-    """Return a descriptor, for the caller to close, of the file that holds a slice, which has no other hard link.
+    """Open for writing the file that holds a slice, after making sure that it has no other hard link, and return its
+    descriptor, for the caller to close.
 
-    A file that has others is first replaced by a copy of its own. Raises OSError naming it, or DamagedError.
+    A file that has others is first replaced by a copy of its own. Raises OSError with the file's name, or DamagedError.
     """
     own = target.open(piece)
     if os.fstat(own).st_nlink == 1:

@@ -125,7 +125,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the state dict in float32, as `convert_zero_checkpoint_to_state_dict` does."""
+    """Write the state dict of a checkpoint into `output_dir` in float32. The arguments are those of
+    `convert_zero_checkpoint_to_state_dict`, which is called."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, "float32", max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -134,9 +135,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Move `model` to the CPU, load the fp32 state dict of a checkpoint into it (with `strict=False`), and return it.
+    """Move `model` to the CPU, load the fp32 state dict of a checkpoint into it (with `strict=False`), and return the
+    model.
 
-    `tag` is by default the one that `latest` names. Raises CheckpointError.
+    `tag` is by default the one that `latest` names. Raises CheckpointError when the checkpoint cannot be read.
     """
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -145,8 +147,11 @@ def load_state_dict_from_zero_checkpoint(
 
 @contextmanager
 def _turn_to_write(target: Path, asked: str) -> Iterator[bool]:
-    """Wait until no other process writes `target`, and yield whether this one has to: not if the one that it waited for
-    was `asked` for the same, and has written it. Where the file system has no locks, nobody waits."""
+    """Wait until no other process writes `target`, and yield whether this process has to write it. It need not if the
+    process that it waited for was given the same `asked`, text that says what to write, and has succeeded.
+
+    Where the file system has no locks, nobody waits.
+    """
     folder = target.parent if target.suffix in _FILES else target
     make_directories(folder)
     path, key = folder / f".{target.name}.turn", hashlib.sha256(asked.encode()).digest()
@@ -163,8 +168,9 @@ def _turn_to_write(target: Path, asked: str) -> Iterator[bool]:
 
 
 def _lock_turn(path: Path, key: bytes) -> tuple[int, bool]:
-    """Lock the file at `path`, waiting while another process holds it; return its descriptor, and whether the one that
-    was waited for has written `key` there before it removed the file."""
+    """Lock the file `path`, waiting while another process holds it, and return (its descriptor, whether the process
+    that was waited for has done the work). That process writes `key` into the file, if its work had the same key, and
+    removes it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -184,17 +190,18 @@ def _ignore(nbytes: int) -> None:
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:
-    """Open the checkpoint in `checkpoint_dir`; without a tag, the one that `latest` names. Raises CheckpointError."""
+    """Open checkpoint `tag` in `checkpoint_dir`; without a tag, the one that `latest` names. Raises CheckpointError as
+    `open_source` does."""
     spec = os.fspath(checkpoint_dir)
     return open_source(spec if tag is None else f"{spec}@{tag}")
 
 
 def _tensors_to_write(source: Source, exclude_frozen: bool, dtype: str = "F32") -> list[ModelTensor]:
-    """Return the tensors to write, without frozen parameters if `exclude_frozen`.
+    """Return the model's tensors to write, without frozen parameters if `exclude_frozen`.
 
     `dtype` is that of floating-point tensors in the output, by its safetensors name. Where the checkpoint does not
     record which parameters are frozen, those without a master or optimizer state count as frozen. Raises
-    CheckpointError when it holds neither.
+    CheckpointError when frozen ones are to be left out and the checkpoint holds neither.
     """
     found = model_tensors(source, dtype)
     if not exclude_frozen:
