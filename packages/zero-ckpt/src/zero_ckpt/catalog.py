@@ -1,4 +1,8 @@
-"""The checkpoints of a directory, newest first, and what is wrong with those that cannot be used."""
+"""The checkpoints of a directory, newest first, and what is wrong with those that cannot be used.
+
+A root is a directory of checkpoints, each in a folder that is named by its tag. A checkpoint is complete when its
+manifest is valid and its data files have the sizes that the manifest gives.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,8 @@ class Candidate:
 
 
 def load_manifest(folder: Folder) -> Manifest:
-    """Return the manifest of a checkpoint directory. Raises DamagedError unless every data file has the size that the
-    manifest gives.
+    """Return the manifest of a checkpoint directory after checking that every data file has the size that the manifest
+    gives; raises DamagedError if not.
 
     Where the manifest says `per_node`, files may be absent. The files' bytes are not read. Raises CheckpointError for
     an unknown version, and ReplacedError when the directory lost its name meanwhile.
@@ -52,10 +56,11 @@ def load_manifest(folder: Folder) -> Manifest:
 
 
 def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
-    """Return a directory as a candidate, held open if it is complete; damage is its `problem` and does not raise.
+    """Examine the directory `path` and return it as a candidate. A complete one is held open; damage becomes the
+    candidate's `problem` and does not raise.
 
-    `in_root`: it was found in a root under its tag, so it must not be a link, nor hold a checkpoint of another tag. No
-    data file is read.
+    `in_root`: the directory lies in a root and is named `tag`, so it must not be a link, nor hold a checkpoint of
+    another tag. No data file is read.
     """
     folder = None
     try:
@@ -75,7 +80,9 @@ def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
 
 
 def find_candidates(root: Path) -> list[Candidate]:
-    """Return all checkpoints in `root`: complete ones, newest step first, then the others by tag. None is held open.
+    """Return all checkpoints in `root` as candidates: complete ones, newest step first, then the others by tag. None is
+    held open.
+
     Raises OSError when `root` cannot be listed.
     """
     places = [(tag, root / tag) for tag in list_tags(root)]

@@ -1,4 +1,8 @@
-"""One rank's files of a checkpoint: linked ones, and one safetensors file with everything else."""
+"""One rank's files of a checkpoint: linked ones, and one safetensors file with everything else.
+
+A slice is a run of a tensor's elements in one file of the checkpoint; the plan of a save says which slices this rank
+writes.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,13 @@ from .writer import OpenSink, WrittenSlice, file_order, write_rank_file
 def write_contribution(
     directory: Path, rank: int, intervals: Sequence[Interval], pieces: Sequence[PlannedSlice], open_sink: OpenSink
 ) -> tuple[list[FileEntry], list[WrittenSlice]]:
-    """Write slices of `intervals` into `directory` and wait until they are on disk. Returns the files' manifest entries
-    and their slices.
+    """Write the planned slices `pieces` into files in `directory` and wait until they are on disk. Returns (manifest
+    entries of the files, the written slices).
 
-    `pieces` refer to `intervals` by index, as do the slices; `rank` is in the files' names. Intervals that are file
-    extents are linked where possible, all else is in one safetensors file, the last, created by `open_sink`. Raises
-    OSError with a file's name, or CheckpointError when an interval's data is not what it claims.
+    The slices' data come from `intervals`, to which `pieces` and written slices refer by index. `rank` is in the names
+    of the files. Intervals whose data lie in a file already are linked where that is possible; all others go into one
+    safetensors file, the last, which `open_sink` creates. Raises OSError with a file's name, or CheckpointError when an
+    interval's data is not what it claims.
     """
     file_slices, in_memory = [], []
     for piece in file_order(intervals, pieces):
@@ -53,6 +58,7 @@ def write_contribution(
 
 
 def _split_slice(piece: PlannedSlice, itemsize: int) -> list[PlannedSlice]:
-    """Return `piece` as consecutive slices of at most `MAX_SLICE_BYTES`; `itemsize` is the bytes per element."""
+    """Split the planned slice `piece` into consecutive slices of at most `MAX_SLICE_BYTES` each; `itemsize` is the
+    bytes per element."""
     step, end = MAX_SLICE_BYTES // itemsize, piece.offset + piece.length
     return [PlannedSlice(piece.index, at, min(step, end - at)) for at in range(piece.offset, end, step)]

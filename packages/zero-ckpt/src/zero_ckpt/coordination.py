@@ -14,9 +14,10 @@ T = TypeVar("T")
 def run_on_all_ranks(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list[T]:
     """Run `part` on every rank and return the results (plain data) of all, in rank order; collective.
 
-    `what` names the operation in errors. When `part` raised anywhere, every rank raises a CheckpointError (of the
-    subclass that the failed ranks agree on, if they do) with each failed rank's cause, chained to its own exception. An
-    interrupt (any exception that is no `Exception`) is raised again as it is on its own rank.
+    `what` names the operation in errors. If `part` raises on any rank, every rank raises a CheckpointError with the
+    cause of each failed rank, chained to its own exception if it has one. The error is of the subclass that the failed
+    ranks agree on, if they do. An interrupt (any exception that is no `Exception`) is raised again unchanged on the
+    rank where it came up.
     """
     own: BaseException | None = None
     result: Any = None
@@ -49,7 +50,7 @@ def _describe(error: BaseException) -> list[str]:
 
 
 def _error_types(kind: type[CheckpointError]) -> dict[str, type[CheckpointError]]:
-    """Return `kind` and its subclasses by name."""
+    """Return `kind` and all its subclasses, by class name."""
     found = {kind.__name__: kind}
     for child in kind.__subclasses__():
         found.update(_error_types(child))

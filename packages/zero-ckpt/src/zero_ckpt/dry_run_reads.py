@@ -18,10 +18,11 @@ _DRY_RUN_TAG = "dry-run"
 
 
 class DryRunCheckpoint(Checkpoint):
-    """The checkpoint that the manifest of a dry run describes; `root`: any directory. Reads are counted only.
+    """A `Checkpoint` without files, as the manifest of the dry run `dry_run` describes it; its reads are counted in
+    `dry_run`, and buffers keep what they hold. `root`: any directory.
 
-    The buffers of requests keep what they hold. Raises NotFoundError when the dry run has no manifest, and for elements
-    of ranks whose saves were not part of the dry run. `dry_run`: the finished dry run.
+    Raises NotFoundError when the dry run has no manifest, and on a read of elements of ranks whose saves were not part
+    of the dry run.
     """
 
     def __init__(self, root: Path, dry_run: CheckpointDryRun) -> None:
@@ -47,8 +48,8 @@ class DryRunCheckpoint(Checkpoint):
         self._dry_run.scratch_nbytes = max(self._dry_run.scratch_nbytes, most)
 
     def _slice_copies(self, request: ReadRequest) -> list[SliceCopy]:
-        """Return the copies as for a real read. Raises NotFoundError when the manifest has no slice for some of the
-        elements."""
+        """Return the copies that a real read would make for a request, one for each slice that it overlaps. Raises
+        NotFoundError when the manifest has no slice for some of the elements."""
         found = super()._slice_copies(request)
         if sum(job.view.nbytes for job in found) != memoryview(request.out).nbytes:
             raise NotFoundError(
@@ -76,7 +77,8 @@ class DryRunCheckpoint(Checkpoint):
             self._count(first, parts)
 
     def _count(self, job: SliceCopy, nbytes: int, scratch: int = 0) -> None:
-        """Count `nbytes` read from a job's file, with its header the first time, and `scratch` bytes of host memory."""
+        """Count `nbytes` as read from the file of a job, the file's header too the first time, and `scratch` bytes of
+        host memory for the read."""
         with self._counting:
             if job.piece.begin is None and job.piece.file not in self._begun_files:
                 self._begun_files.add(job.piece.file)
@@ -86,10 +88,11 @@ class DryRunCheckpoint(Checkpoint):
 
 
 def merge_manifests(parts: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of one checkpoint of which `parts`, at least one, have one rank's slices each.
+    """Return the manifest of one checkpoint from `parts`, at least one manifest, each of which has the slices of one
+    rank.
 
-    All else is the first's, except that `rank_state` is empty: a dry run leaves the ranks' own states (random
-    generators) alone.
+    Everything else is taken from the first, except that `rank_state` is empty: a dry run leaves the ranks' own states
+    (random generators) alone.
     """
     files: list[FileEntry] = []
     tensors: dict[tuple[str, str], TensorEntry] = {}

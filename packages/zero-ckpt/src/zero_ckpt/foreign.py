@@ -36,12 +36,12 @@ logger = logging.getLogger("zero_ckpt")
 class ForeignCheckpoint(Checkpoint):
     """A tag directory of DeepSpeed, of stages 1 to 3 or universal, opened for reading. Safe for several threads.
 
-    Names and kinds are as this package's own savers give them: every parameter has a `param` (in float32 where the
-    directory holds only its float32 copy), 0-dimensional optimizer state ends in `.scalar`, and steps are floats.
-    `client_state` is what `read_training_state` returns. The checksums of its files are verified by `open_any`, not by
-    reads, which go through the opened directory. `report` says the tag. Raises CheckpointError and DamagedError as
-    `open_source` does, CheckpointError for a symbolic link among its files, and ReplacedError, as reads do, when a save
-    has put another directory in its place. `path`: the tag directory.
+    `path` is the tag directory, and `report` says how it was chosen. Names and kinds are as this package's own savers
+    give them: every parameter has a `param` (in float32 where the directory holds only its float32 copy), 0-dimensional
+    optimizer state ends in `.scalar`, and steps are floats. `client_state` is what `read_training_state` returns. The
+    checksums of its files are verified by `open_any`, not by reads, which go through the opened directory. Raises
+    CheckpointError and DamagedError as `open_source` does, CheckpointError for a symbolic link among its files, and
+    ReplacedError, as reads do, when a save has put another directory in its place.
     """
 
     def __init__(self, path: Path, report: OpenReport) -> None:
@@ -82,9 +82,10 @@ class ForeignCheckpoint(Checkpoint):
         super().__init__(path, report.opened, manifest, report, folder)
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer, *, verify: bool = True) -> None:
-        """Fill `out` with elements of a tensor from flat element `offset` on, in the dtype of its entry.
+        """Fill `out` with elements of tensor (`name`, `kind`) from flat element `offset` on, in the dtype of its entry.
 
-        As `Checkpoint.read_into`; `verify` has no effect. Raises NotFoundError, MismatchError and DamagedError.
+        As `Checkpoint.read_into`, except that `verify` has no effect. Raises NotFoundError, MismatchError and
+        DamagedError.
         """
         entry = self.entry(name, kind)
         view = memoryview(out)
@@ -113,29 +114,30 @@ class ForeignCheckpoint(Checkpoint):
                 raise
 
     def unreplaced(self) -> AbstractContextManager[None]:
-        """Return a context manager that raises ReplacedError when another directory has this one's place at its end."""
+        """Return a context manager that raises ReplacedError at its end if another directory has taken the place of
+        this one."""
         return self._folder.unreplaced()
 
     def summary(self) -> list[int | str]:
-        """Return [step, number of ranks that wrote it, checksum of the names, kinds, shapes and dtypes of all tensors],
-        which all ranks that open the checkpoint must find alike.
-        """
+        """Return [step, number of ranks that wrote the checkpoint, checksum of the names, kinds, shapes and dtypes of
+        all tensors], to compare what several ranks have opened."""
         entries = [(entry.name, entry.kind, entry.shape, entry.dtype) for entry in self.tensors.values()]
         return [self.step, self.manifest.world_size, checksum(repr(entries).encode())]
 
     @property
     def fingerprint(self) -> str:
-        """Text that differs when the contents do: from the files' sizes and times, as there is no manifest."""
+        """Text that differs when the contents do: made from the files' sizes and modification times, as there is no
+        manifest."""
         return self._source.fingerprint
 
     def cuts(self, name: str, kind: str) -> list[int]:
-        """Return no elements: reads can begin anywhere."""
+        """Return an empty list, as reads of a tensor are equally fast from any element; see `Source.cuts`."""
         return []
 
 
 def warn_of_missing_states(checkpoint: Checkpoint) -> None:
-    """Log how many trained parameters have no optimizer state although others have some: DeepSpeed saves none of those
-    that its offloading with a ratio below 1 updates on the device."""
+    """Log how many trained parameters of a checkpoint of DeepSpeed have no optimizer state, if others have some.
+    DeepSpeed does not save the states that it updates on the device when it offloads with a ratio below 1."""
     with_states = {name for name, kind in checkpoint.tensors if is_optimizer_kind(kind)}
     trained = [name for name, kind in checkpoint.tensors if kind == "param" and name not in (checkpoint.frozen or ())]
     missing = [name for name in trained if name not in with_states]
@@ -160,7 +162,8 @@ def _refuse_links(directory: Path) -> None:
 
 
 def _open_segments(folder: Folder) -> SegmentSource:
-    """Return the tensors of DeepSpeed's directory `folder`, whose reads go through it. Raises as `open_source` does."""
+    """Open the directory `folder` of DeepSpeed and return its tensors as a source, whose reads go through `folder`.
+    Raises as `open_source` does."""
     source = open_foreign(folder.path)
     if not isinstance(source, SegmentSource):
         raise CheckpointError(f"{folder.path} is no checkpoint of DeepSpeed")
@@ -168,9 +171,8 @@ def _open_segments(folder: Folder) -> SegmentSource:
 
 
 def _own_names(source: Source) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """Yield for each tensor of `source` its (name, kind) as this package's savers would give them, and its key in
-    `source`.
-    """
+    """Yield two (name, kind) pairs for each tensor of `source`: the one that this package's savers would give it, and
+    the one that it has in `source`."""
     for name, kind in source.tensors:
         known = kind
         if kind == "master" and (name, "param") not in source.tensors:
@@ -181,15 +183,15 @@ def _own_names(source: Source) -> Iterator[tuple[tuple[str, str], tuple[str, str
 
 
 def _is_scalar(source: Source, name: str, kind: str) -> bool:
-    """Return whether 0-dimensional state is a number of the parameter, rather than of its one element."""
+    """Return whether the 0-dimensional optimizer state `kind` of parameter `name` is a number for the whole parameter.
+    Otherwise the parameter is 0-dimensional itself and this is the state of its one element."""
     weights = [source.tensors[name, own] for own in ("param", "master") if (name, own) in source.tensors]
     return kind == "step" or not weights or bool(weights[0].shape)
 
 
 def _integer_step(source: Source, key: tuple[str, str]) -> bytes | None:
-    """Return the step that `source` stores under `key` as an integer, as the 4 bytes of a float32; None for any other
-    tensor.
-    """
+    """Return a step count that `source` stores as an integer as the 4 bytes of a float32; None if the tensor `key`,
+    (name, kind), is not such a step count."""
     if key[1] != "step" or source.tensors[key].dtype != "I64" or source.tensors[key].shape:
         return None
     raw = bytearray(8)

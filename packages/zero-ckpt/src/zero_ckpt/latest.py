@@ -1,4 +1,5 @@
-"""The file `latest` of a root: the tag of the newest checkpoint, and a checksum that other readers strip away.
+"""The file `latest` of a root, a directory of checkpoints: the tag of the newest checkpoint, and a checksum that other
+readers strip away.
 
 [Note: the checksum of latest]
 Many programs read `latest` as text and strip it, so the tag stands alone in its first line. The second line is the
@@ -39,7 +40,7 @@ def is_tag(text: str) -> bool:
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag` if it can name a checkpoint directory. Raises CheckpointError if it cannot."""
+    """Return `tag` if it can name a checkpoint directory (see `is_tag`). Raises CheckpointError if it cannot."""
     if not is_tag(tag):
         raise CheckpointError(
             f"{tag!r} cannot be a tag: expected one path component of at most 200 bytes that does not start with a "
@@ -51,8 +52,8 @@ def check_tag(tag: str) -> str:
 def check_new_tag(tag: str) -> str:
     """Return `tag` if a checkpoint may be saved under it.
 
-    Raises CheckpointError for what `check_tag` refuses, and for a tag that readers of `latest`, who take its first line
-    and strip it, would not get back.
+    Raises CheckpointError for what `check_tag` refuses, and for a tag that would read back as another one: readers of
+    `latest` take its first line and strip it.
     """
     if check_tag(tag) != tag.partition("\n")[0].strip():
         raise CheckpointError(
@@ -68,15 +69,14 @@ def encode_latest(tag: str) -> bytes:
 
 
 def _checksum_line(tag: str) -> str:
-    """Return the second line of the file: the tag's checksum in spaces and tabs."""
+    """Return the second line of the file `latest`: the checksum of `tag` in spaces and tabs."""
     return f"{xxhash.xxh3_64_intdigest(tag.encode()):0{_BITS}b}".replace("0", " ").replace("1", "\t")
 
 
 def decode_latest(raw: bytes, where: str) -> str:
-    """Return the tag in the first line of the file, stripped. Raises DamagedError when its checksum does not hold.
-
-    `where` begins the message. Without a second line the tag is believed.
-    """
+    """Return the tag in `raw`, the contents of a file `latest`: its first line, stripped. Raises DamagedError, whose
+    message begins with `where`, when the checksum in the second line is not the tag's; a file without a second line is
+    believed."""
     first, _, seal = raw.decode(errors="replace").partition("\n")
     tag = first.strip()
     if seal.strip("\r\n") and seal != _checksum_line(tag):

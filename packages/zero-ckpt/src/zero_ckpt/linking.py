@@ -1,5 +1,8 @@
 """Sealed files that become part of a checkpoint: by a link where that is possible, otherwise by a copy.
 
+An extent is a range of bytes in a file, with a checksum or without one, that holds an interval of a tensor; a slice is
+the run of its elements that is to be stored.
+
 [Note: linked files]
 A file that nothing writes to any more is taken whole, under a name of its own in the checkpoint directory, as a raw
 file: the manifest says at which bytes slices lie, and holds a checksum of every byte of it, those between slices
@@ -64,7 +67,7 @@ class FileSlice:
         return f"{self.interval.name!r} ({self.interval.kind}) in {self.extent.path}"
 
     def split(self, nbytes: int) -> Iterator[FileSlice]:
-        """Yield the slice in runs of at most `nbytes` bytes, in order."""
+        """Yield the slice in consecutive parts of at most `nbytes` bytes each."""
         step, end = nbytes // self.itemsize, self.piece.offset + self.piece.length
         for offset in range(self.piece.offset, end, step):
             yield replace(self, piece=replace(self.piece, offset=offset, length=min(step, end - offset)))
@@ -73,12 +76,12 @@ class FileSlice:
 def link_files(
     directory: Path, rank: int, file_slices: Sequence[FileSlice]
 ) -> tuple[list[FileEntry], list[WrittenSlice], list[FileSlice]]:
-    """Link each file of `file_slices` into `directory` and wait until the content is on disk.
+    """Link each file that `file_slices` lie in into `directory` and wait until the content is on disk.
 
-    Returns the links' manifest entries, their slices, and the slices whose file can be neither linked nor cloned,
-    which are left to copy. `rank` is in the names of the links. Raises OSError naming the file, CheckpointError when
-    two slices share bytes or an extent is not in its file, and DamagedError when the bytes that have to be read are
-    damaged.
+    Returns (manifest entries of the links, their slices, those of `file_slices` whose file can be neither linked nor
+    cloned, which the caller has to copy). `rank` is in the names of the links. Raises OSError naming the file,
+    CheckpointError when two slices share bytes or an extent is not in its file, and DamagedError when the bytes that
+    have to be read are damaged.
     """
     files: list[FileEntry] = []
     slices: list[WrittenSlice] = []
@@ -102,7 +105,8 @@ def link_files(
 
 
 def _require_disjoint(source: Path, members: Sequence[FileSlice]) -> None:
-    """Raise CheckpointError unless the extents lie inside the file `source` and no two slices share a byte.
+    """Raise CheckpointError unless the extents of `members` lie inside the file `source` and no two of the slices share
+    a byte.
 
     `members` are the slices of that file, sorted by their first byte.
     """
@@ -120,10 +124,10 @@ def _require_disjoint(source: Path, members: Sequence[FileSlice]) -> None:
 
 
 def _file_entry(path: Path, members: Sequence[FileSlice], number: int) -> tuple[FileEntry, list[WrittenSlice]]:
-    """Return the manifest's entry and the slices of a linked file, reading the bytes that have no checksum yet.
+    """Return (manifest entry, slices) of a linked file, reading the bytes that have no checksum yet.
 
     `members` are the slices of the file `path`, sorted by their first byte; `number` is the file's among the rank's
-    own. Raises DamagedError when the file cannot be read or a checksum of an extent does not hold.
+    own. Raises DamagedError when the file cannot be read or the checksum of an extent does not hold.
     """
     slices: list[WrittenSlice] = []
     extents: list[tuple[int, str]] = []
@@ -143,9 +147,10 @@ def _file_entry(path: Path, members: Sequence[FileSlice], number: int) -> tuple[
 
 
 def _checksummed_slices(file_slice: FileSlice) -> Iterable[FileSlice]:
-    """Return the slice itself if it is a whole extent with a checksum, else its runs of `MAX_SLICE_BYTES`, without.
+    """Return the slices under which a linked slice is to be stored: itself if it is a whole extent with a checksum,
+    else consecutive parts of at most `MAX_SLICE_BYTES`, whose checksums are still to be computed.
 
-    A slice that is only part of an extent with a checksum is verified by reading that extent. Raises DamagedError if it
+    If the slice is only part of an extent with a checksum, that extent is read and verified; raises DamagedError if it
     is damaged.
     """
     trusted = _with_usable_checksum(file_slice)
@@ -153,7 +158,7 @@ def _checksummed_slices(file_slice: FileSlice) -> Iterable[FileSlice]:
 
 
 def _require_checksum(file_slice: FileSlice, found: str) -> None:
-    """Raise DamagedError unless `found` is the checksum of the slice's extent."""
+    """Raise DamagedError unless `found`, a checksum that was computed, is the one that came with the slice's extent."""
     if found != file_slice.extent.checksum:
         raise DamagedError(
             f"{file_slice.where}: the extent at byte {file_slice.extent.file_offset_bytes} is damaged "
@@ -162,13 +167,14 @@ def _require_checksum(file_slice: FileSlice, found: str) -> None:
 
 
 class Copying:
-    """Intervals that read slices which cannot be linked; their data functions are to be called in order, each once.
+    """Reads slices of files that cannot be linked. Its `intervals` have data functions that return the slices' bytes;
+    call these in order, each once.
 
     Each part is read while the one before is written, past the page cache where the `nvme` extra is installed. The
-    bytes that a function returns are valid until the next one is called: two buffers of 16 MiB are all the memory it
-    takes. A function raises DamagedError when its bytes cannot be read, or the extent that it completes has another
-    checksum than `FileExtent` says. `indices` are the positions, in the rank's list, of the intervals that `intervals`
-    came from. Close it. `file_slices`: what to read, in this order.
+    bytes that a function returns are valid until the next one is called: two buffers of 16 MiB are all the memory that
+    is used. A function raises DamagedError when its bytes cannot be read, or when it completes an extent with another
+    checksum than `FileExtent` says. `file_slices`: what to read, in this order. `indices` has, for each of `intervals`,
+    the position in the rank's list of the interval that it came from. Close the object after use.
     """
 
     def __init__(self, file_slices: Iterable[FileSlice]) -> None:
@@ -196,9 +202,10 @@ class Copying:
         self._reads.close()
 
     def _next_part(self, part: FileSlice) -> memoryview:
-        """Return the bytes of `part`, the next one in order, valid until the next call.
+        """Return the bytes of `part`, the part that follows the one returned before; they are valid until the next
+        call.
 
-        Raises DamagedError when they cannot be read, or end an extent whose checksum does not hold.
+        Raises DamagedError when they cannot be read, or when they complete an extent whose checksum is another one.
         """
         try:
             next(self._reads)
@@ -215,7 +222,8 @@ class Copying:
 
 
 def _with_usable_checksum(file_slice: FileSlice) -> FileSlice:
-    """Return the slice; if it is only part of an extent that has a checksum, verify the extent and return it without.
+    """Return the slice; if it is only part of an extent with a checksum, verify that extent by reading it and return
+    the slice without a checksum.
 
     Raises DamagedError if the extent's bytes have another checksum.
     """
@@ -227,10 +235,10 @@ def _with_usable_checksum(file_slice: FileSlice) -> FileSlice:
 
 
 def _read_ahead(ranges: Sequence[tuple[Path, int, memoryview]]) -> Generator[None, None, None]:
-    """Fill each buffer of (file, first byte, buffer) with ordinary reads; yields once per buffer that is filled, while
-    the next is being read.
+    """Fill the buffer of each range (file, first byte, buffer) with ordinary reads, and yield once per filled buffer,
+    while a thread reads the next one.
 
-    Raises DamagedError.
+    Raises DamagedError when a range cannot be read.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-read-ahead") as pool:
         ahead = [pool.submit(read_at, path, begin, view, str(path)) for path, begin, view in ranges[:1]]

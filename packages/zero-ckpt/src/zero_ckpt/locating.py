@@ -1,4 +1,8 @@
-"""Resolve the names that people give checkpoints: `run/ckpt`, `run/ckpt@100` and `run/ckpt/global_step100`."""
+"""Resolve the names that people give checkpoints: `run/ckpt`, `run/ckpt@100` and `run/ckpt/global_step100`.
+
+A root, here `run/ckpt`, is a directory of checkpoints, each in a folder that is named by its tag; its file `latest`
+names the newest.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ from .reader import Checkpoint
 
 
 def split_spec(spec: str) -> tuple[Path, str | None]:
-    """Return the directory and the text after the last `@` of `spec`; a path that exists, or has no `@`, is itself the
-    directory, with None."""
+    """Split `spec` at its last `@`; return (directory, text after the `@`). If `spec` is a path that exists or has no
+    `@`, all of it is the directory and the text is None."""
     path = Path(spec)
     directory, at, which = spec.rpartition("@")
     if path.exists() or not at:
@@ -21,9 +25,9 @@ def split_spec(spec: str) -> tuple[Path, str | None]:
 
 
 def open_spec(spec: str) -> Checkpoint:
-    """Open the checkpoint that `spec` names: `ROOT@TAG`, `ROOT@STEP`, a checkpoint's directory or `ROOT`.
+    """Open the checkpoint that `spec` names: `ROOT@TAG`, `ROOT@STEP`, `ROOT`, or the directory of a checkpoint.
 
-    `ROOT` alone is the one that its `latest` names, or the newest whole one if that is damaged, as in
+    `ROOT` alone means the checkpoint that its `latest` names, or the newest whole one if that is damaged, as in
     `open_checkpoint`. Raises NotFoundError or DamagedError.
     """
     root, which = split_spec(spec)

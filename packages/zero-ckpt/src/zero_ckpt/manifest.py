@@ -1,8 +1,9 @@
 """Manifest version 1: what a checkpoint directory contains, in one checksummed msgpack file.
 
-Data files are safetensors files, and raw files: sealed files that were linked into the directory. A slice is a run of a
-tensor's elements in one file, with a checksum. Everything read is checked before it is believed, and no size in a
-manifest leads to an allocation that the files do not back. `at` is the place in the manifest's map that an error names.
+Data files are safetensors files, and raw files: sealed files that were linked into the directory, without a header, as
+a row of extents. A slice is a run of a tensor's elements in one file, with a checksum. Everything read is checked
+before it is believed, and no size in a manifest leads to an allocation that the files do not back. `at` is the place in
+the manifest's map that an error names, such as `tensors[3].slices[0]`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class FileEntry:
     extents: tuple[tuple[int, str], ...] | None = None
 
     def extents_by_begin(self) -> dict[int, tuple[int, str]]:
-        """Return the extents of a raw file, (bytes, checksum) by first byte; empty for a safetensors file."""
+        """Return the extents of a raw file as (bytes, checksum) by the position of their first byte; empty for a
+        safetensors file."""
         found, position = {}, 0
         for nbytes, digest in self.extents or ():
             found[position] = (nbytes, digest)
@@ -60,8 +62,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `offset` to `offset + length` of a flattened tensor, in file number `file` of the manifest: entry `key`
-    of a safetensors file (`begin` is None), or the extent of a raw file at byte `begin`."""
+    """Elements `offset` to `offset + length` of a flattened tensor, in file number `file` of the manifest. In a
+    safetensors file they are the entry `key` (`begin` is None), in a raw file the extent that begins at byte `begin`.
+    """
 
     file: int
     key: str
@@ -77,7 +80,8 @@ class Slice:
 
 
 def raw_checksum(extents: Iterable[tuple[int, str]]) -> str:
-    """Return the checksum of a raw file of these (bytes, checksum) extents: that of their checksums' joined text."""
+    """Return the checksum of a raw file with these extents, (bytes, checksum) each: the checksum of the extents'
+    checksums, joined to one text."""
     return checksum("".join(digest for _, digest in extents).encode())
 
 
@@ -122,8 +126,8 @@ class Manifest:
     """The tag it was saved as; None in checkpoints of earlier versions."""
 
     def encode(self) -> bytes:
-        """Return the manifest file's contents. Raises CheckpointError for a value that is not plain data, or too large
-        a result."""
+        """Return the contents of the manifest file. Raises CheckpointError for a value that is not plain data, or a
+        manifest too large to be read again."""
         body = pack(
             {
                 "format": "zero-ckpt",
@@ -155,7 +159,8 @@ class Manifest:
 
 
 def _require_readable(body: bytes) -> None:
-    """Raise CheckpointError when `decode_manifest` would refuse `body`, the packed map, for its size or memory."""
+    """Raise CheckpointError if `decode_manifest` would refuse `body`, the packed map of a manifest, for its size or the
+    memory that decoding takes."""
     if len(body) <= _ALWAYS_READABLE_BYTES:
         return
     try:
@@ -186,7 +191,11 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 
 
 class _Decoder:
-    """Turns the msgpack map of file `where` into dataclasses. DamagedError names `at`, the place in the map."""
+    """Turns the decoded msgpack map of a manifest file into dataclasses, checking every value. `where` names the file
+    in errors.
+
+    Each DamagedError also names `at`, the place of the value in the map.
+    """
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -227,7 +236,7 @@ class _Decoder:
         )
 
     def _file(self, value: Any, at: str) -> FileEntry:
-        """Return the file entry that `value` describes. Raises DamagedError."""
+        """Return the file entry in `value`, the item at `at` of the map. Raises DamagedError when it is not valid."""
         table = _typed(value, dict, at)
         entry = FileEntry(
             path=_safe_path(_get(table, "path", str, at), at),
@@ -242,7 +251,8 @@ class _Decoder:
         return entry
 
     def _extents(self, value: Any, at: str) -> tuple[tuple[int, str], ...]:
-        """Return (bytes, checksum) of every extent in the list `value`. Raises DamagedError."""
+        """Return (bytes, checksum) of every extent in the list `value`, the item at `at` of the map. Raises
+        DamagedError when one is not valid."""
         found = []
         for index, item in enumerate(_typed(value, list, at)):
             pair = _typed(item, list, f"{at}[{index}]")
@@ -252,7 +262,8 @@ class _Decoder:
         return tuple(found)
 
     def _tensor(self, value: Any, at: str, file_count: int) -> TensorEntry:
-        """Return the tensor that `value` describes, in a manifest of `file_count` files. Raises DamagedError."""
+        """Return the tensor in `value`, the item at `at` of a manifest of `file_count` files. Raises DamagedError when
+        it is not valid."""
         table = _typed(value, dict, at)
         name, kind = _get(table, "name", str, at), _get(table, "kind", str, at)
         at = f"{at} ({name!r}, {kind!r})"
@@ -270,7 +281,8 @@ class _Decoder:
         return TensorEntry(name, kind, tuple(shape), dtype, _require_coverage(slices, numel(tuple(shape)), at))
 
     def _slice(self, value: Any, at: str, file_count: int) -> Slice:
-        """Return the slice that `value` describes, in a manifest of `file_count` files. Raises DamagedError."""
+        """Return the slice in `value`, the item at `at` of a manifest of `file_count` files. Raises DamagedError when
+        it is not valid."""
         table = _typed(value, dict, at)
         piece = Slice(
             file=_size(table, "file", at),
@@ -285,7 +297,7 @@ class _Decoder:
         return piece
 
     def _require_room(self, files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
-        """Raise DamagedError when header and slices of a file together take more bytes than it has."""
+        """Raise DamagedError when the header and the slices of a file together take more bytes than the file has."""
         claimed = [entry.header_nbytes for entry in files]
         for tensor in tensors:
             for piece in tensor.slices:
@@ -296,7 +308,8 @@ class _Decoder:
 
 
 def _require_raw_entry(entry: FileEntry, at: str) -> None:
-    """Raise DamagedError unless a raw file has no header, and extents that cover it and give its checksum."""
+    """Raise DamagedError, naming the place `at`, unless a raw file has no header, its extents cover it, and their
+    checksums give its own."""
     covered = sum(nbytes for nbytes, _ in entry.extents or ())
     if entry.header_nbytes or covered != entry.nbytes or entry.checksum != raw_checksum(entry.extents or ()):
         raise DamagedError(
@@ -306,8 +319,8 @@ def _require_raw_entry(entry: FileEntry, at: str) -> None:
 
 
 def _require_raw_slices(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
-    """Raise DamagedError unless slices of raw files, and those with a `begin`, are extents of their file, no two the
-    same."""
+    """Raise DamagedError unless every slice in a raw file, and every slice with a `begin`, is an extent of a raw file,
+    and no two are the same extent."""
     extents_by_begin = [None if entry.extents is None else entry.extents_by_begin() for entry in files]
     for tensor in tensors:
         for piece in tensor.slices:
@@ -323,7 +336,7 @@ def _require_raw_slices(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry
 
 
 def _require_distinct_keys(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
-    """Raise DamagedError when two slices are the same entry of a safetensors file."""
+    """Raise DamagedError when two slices refer to the same entry of a safetensors file."""
     seen: set[tuple[int, str]] = set()
     for tensor in tensors:
         for piece in tensor.slices:
@@ -336,7 +349,8 @@ def _require_distinct_keys(files: tuple[FileEntry, ...], tensors: tuple[TensorEn
 
 
 def _require_coverage(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ...]:
-    """Return the slices by offset. Raises DamagedError unless they cover `count` elements exactly once."""
+    """Return the slices of a tensor of `count` elements sorted by offset. Raises DamagedError, naming the place `at`,
+    unless they cover all elements exactly once."""
     ordered = tuple(sorted(slices, key=lambda piece: piece.offset))
     position = 0
     for piece in ordered:
@@ -371,12 +385,14 @@ def _typed(value: Any, kind: type, at: str) -> Any:
 
 
 def _get(table: dict[str, Any], key: str, kind: type, at: str = "the manifest") -> Any:
-    """Return the value of `key`. Raises DamagedError when it is missing or not of type `kind`."""
+    """Return the value that `table` has under `key`. Raises DamagedError, naming the place `at`, when it is missing or
+    not of type `kind`."""
     return _typed(table.get(key), kind, f"{at}.{key}")
 
 
 def _size(table: dict[str, Any], key: str, at: str = "the manifest") -> int:
-    """Return the size or count under `key`. Raises DamagedError unless it is an integer from 0 to 2**62 - 1."""
+    """Return the size or count that `table` has under `key`. Raises DamagedError, naming the place `at`, unless it is
+    an integer from 0 to 2**62 - 1."""
     value: int = _get(table, key, int, at)
     if not 0 <= value < _MAX_INT:
         raise DamagedError(f"{at}.{key}: {value} is out of range")
@@ -384,7 +400,8 @@ def _size(table: dict[str, Any], key: str, at: str = "the manifest") -> int:
 
 
 def _checksum(table: dict[str, Any], key: str, at: str) -> str:
-    """Return the checksum string under `key`. Raises DamagedError unless it is well-formed."""
+    """Return the checksum string that `table` has under `key`. Raises DamagedError, naming the place `at`, unless it is
+    well-formed."""
     value = table.get(key)
     if not is_checksum(value):
         raise DamagedError(f"{at}.{key}: {value!r} is not a checksum")

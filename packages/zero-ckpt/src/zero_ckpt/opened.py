@@ -1,5 +1,7 @@
 """Open what lies below a checkpoint's root: regular files only, no symbolic link followed, memory bounded.
 
+`where` begins the messages of errors. `relative` is a file's path relative to its checkpoint's directory.
+
 [Note: opened folders]
 A checkpoint directory is opened once and held by its descriptor; its files are opened relative to that. Every reader
 thus sees the files of one directory, also while a save puts another in its place, and a directory that has lost its
@@ -45,8 +47,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, folder: int | None 
 
 
 def read_bounded(fd: int, limit: int, where: str) -> bytes:
-    """Return all bytes of an open file. Raises DamagedError, beginning with `where`, when it cannot be read and, before
-    memory is allocated, for more than `limit` bytes."""
+    """Return all bytes of an open file. Raises DamagedError, whose message begins with `where`, when it cannot be read
+    or has more than `limit` bytes; that is found before memory is allocated."""
     parts, left = [], limit + 1
     try:
         nbytes = os.fstat(fd).st_size
@@ -81,7 +83,7 @@ def _copy_file(source: int, name: str, folder: int) -> None:
 
 
 class Folder:
-    """An opened checkpoint directory; see [Note: opened folders]. `follow`: the path itself may be a link.
+    """The checkpoint directory `path`, held open; see [Note: opened folders]. `follow`: the path itself may be a link.
 
     Raises DamagedError when the directory cannot be opened. Files are named by their path relative to it. The
     descriptor is closed when the object is no longer referenced.
@@ -99,8 +101,8 @@ class Folder:
         weakref.finalize(self, os.close, self._fd).atexit = False
 
     def open(self, relative: str, flags: int = os.O_RDONLY) -> int:
-        """Return a descriptor of a regular file in the directory, for the caller to close; `flags` are those of
-        `os.open`.
+        """Open a regular file in the directory with these `flags` of `os.open`, and return its descriptor, for the
+        caller to close.
 
         Raises OSError, also for a symbolic link.
         """
@@ -108,8 +110,8 @@ class Folder:
             return open_regular(name, flags, folder)
 
     def give_own_copy(self, relative: str) -> None:
-        """Replace a file by a copy of it, atomically and durably, so that its other hard links do not change with it.
-        Raises OSError."""
+        """Replace a file of the directory by a copy of it, atomically and durably. Then its former hard links no longer
+        share its content, and it may be changed. Raises OSError."""
         with self._parent(relative) as (folder, name):
             source = open_regular(name, os.O_RDONLY, folder)
             copy = f".saving-{name}.{os.urandom(6).hex()}"
@@ -126,8 +128,8 @@ class Folder:
 
     @contextmanager
     def _parent(self, relative: str) -> Iterator[tuple[int, str]]:
-        """Yield the descriptor of the directory that a file lies in, valid inside the `with` statement, and the file's
-        name.
+        """Yield (descriptor, file name) for a file in the directory or below it: the descriptor is that of the
+        directory in which the file lies, valid inside the `with` statement.
 
         Raises OSError, also for a symbolic link on the way.
         """
@@ -143,7 +145,7 @@ class Folder:
             self._close_inner(folder)
 
     def _close_inner(self, folder: int) -> None:
-        """Close the descriptor `folder`, unless it is that of this directory itself, which stays open."""
+        """Close the descriptor `folder` of a directory below this one; this directory's own descriptor stays open."""
         if folder != self._fd:
             os.close(folder)
 
@@ -161,7 +163,8 @@ class Folder:
             os.close(fd)
 
     def read(self, relative: str, limit: int) -> bytes:
-        """Return all bytes of a file. Raises DamagedError, also for more than `limit` bytes.
+        """Return all bytes of a file in the directory. Raises DamagedError when it cannot be read or has more than
+        `limit` bytes.
 
         Raises ReplacedError instead when the file cannot be opened and the path does not lead to this directory any
         more.
@@ -171,14 +174,15 @@ class Folder:
             return read_bounded(fd, limit, where)
 
     def read_at(self, relative: str, position: int, out: memoryview, where: str) -> None:
-        """Fill `out` with the bytes of a file from `position` on. Raises DamagedError, beginning with `where`, or
-        ReplacedError, as `read` does."""
+        """Fill `out` with the bytes of a file in the directory from byte `position` on. Raises DamagedError, whose
+        message begins with `where`, when it cannot be read or is too short; ReplacedError as `read` does."""
         with self.opened(relative, where) as fd:
             read_fd(fd, position, out, where)
 
     @contextmanager
     def opened(self, relative: str, where: str) -> Iterator[int]:
-        """Yield a descriptor as `open_named` returns it, and close it. Raises DamagedError also when closing fails."""
+        """Open a file in the directory as `open_named` does, yield its descriptor, and close it at the end of the
+        `with` statement. Raises DamagedError also when closing fails."""
         fd = self.open_named(relative, where)
         try:
             yield fd
@@ -189,7 +193,8 @@ class Folder:
                 raise DamagedError(f"{where}: closing: {error.strerror or error}") from error
 
     def is_current(self) -> bool:
-        """Return whether the path still leads to this directory: no other has its place, and it was not removed."""
+        """Return whether the directory's path still leads to it: it was not removed, and no other directory has its
+        place."""
         try:
             now, own = os.stat(self.path), os.fstat(self._fd)
         except OSError:
@@ -203,8 +208,8 @@ class Folder:
 
     @contextmanager
     def unreplaced(self) -> Iterator[None]:
-        """Context manager for reads by path: raise ReplacedError at its end, in place of a CheckpointError that is
-        raised inside as well, when the path does not lead to this directory any more."""
+        """Raise ReplacedError at the end of the `with` statement if the path does not lead to this directory any more,
+        also in place of a CheckpointError raised inside; for reads by path."""
         try:
             yield
         except CheckpointError:
@@ -213,10 +218,10 @@ class Folder:
         self.require_current()
 
     def open_named(self, relative: str, where: str) -> int:
-        """Return a descriptor of a regular file in the directory, for the caller to close.
+        """Open a regular file in the directory and return its descriptor, for the caller to close.
 
-        Raises ReplacedError when that fails and the path does not lead to this directory any more, otherwise
-        DamagedError, which begins with `where`.
+        If that fails, raises ReplacedError when the path does not lead to this directory any more, otherwise
+        DamagedError, whose message begins with `where`.
         """
         try:
             return self.open(relative)
@@ -226,8 +231,8 @@ class Folder:
 
 
 def read_fd(fd: int, position: int, out: memoryview, where: str) -> None:
-    """Fill `out` with the bytes of an open file from `position` on. Raises DamagedError, beginning with `where`, when
-    it cannot be read or is too short."""
+    """Fill `out` with the bytes of an open file from byte `position` on. Raises DamagedError, whose message begins with
+    `where`, when it cannot be read or is too short."""
     try:
         while out:
             count = os.preadv(fd, [out], position)

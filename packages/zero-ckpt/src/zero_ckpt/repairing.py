@@ -1,4 +1,9 @@
-"""Repair a root: undo interrupted saves, restore bytes from twins, set damaged checkpoints aside, fix `latest`."""
+"""Repair a root: undo interrupted saves, restore bytes from twins, set damaged checkpoints aside, fix `latest`.
+
+A root is a directory of checkpoints, each in a folder that is named by its tag; its file `latest` names the newest. A
+checkpoint is misnamed if its folder is not named by the tag under which it was saved, and whole if nothing in it is
+missing or damaged.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +108,7 @@ def _planned_repairs(root: Path, progress: Callable[[int], None] | None) -> list
 
 
 def _misnamed(root: Path) -> dict[Path, str]:
-    """Return the directories of whole checkpoints whose name is not the tag they were saved as, with that tag."""
+    """Return the directories of misnamed whole checkpoints, each with the tag that it was saved under."""
     found = {}
     for path in checkpoint_directories(root):
         manifest = examine(path.name, path, in_root=False).manifest
@@ -113,9 +118,9 @@ def _misnamed(root: Path) -> dict[Path, str]:
 
 
 def _restore_names(root: Path) -> list[str]:
-    """Rename misnamed checkpoints to their tags where those are free. Returns what was done, one sentence each.
+    """Rename misnamed checkpoints to their tags, under the root's lock. Returns what was done, one sentence each.
 
-    Holds the root's lock meanwhile. One whose tag is taken keeps its name, and the sentence says so.
+    A checkpoint whose tag is taken keeps its name, and the sentence says so.
     """
     done = []
     with root_lock(root):
@@ -135,11 +140,11 @@ def _restore_names(root: Path) -> list[str]:
 
 
 def _set_aside(root: Path, path: Path) -> list[str]:
-    """Rename a damaged checkpoint to `.damaged-<tag>`, under the root's lock. Returns what was done as one sentence in
-    a list, empty if it is whole by now.
+    """Rename the damaged checkpoint at `path` to `.damaged-<tag>`, under the root's lock. Returns a list of one
+    sentence that says so; an empty list, with nothing done, if the checkpoint is whole by now.
 
-    A file that it shares with another checkpoint may have been restored there, or a save may have replaced it. A number
-    is added to a name that is taken.
+    That happens if a file that it shares with another checkpoint was restored there, or a save has replaced it. A
+    number is added to a name that is taken.
     """
     before = _identity(path)
     report = verify_candidate(path)
@@ -157,7 +162,7 @@ def _set_aside(root: Path, path: Path) -> list[str]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of `path`; None if there is nothing."""
+    """Return (device, inode) of `path`, which tell whether it is still the same directory; None if there is nothing."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -174,25 +179,25 @@ def _readable_latest(root: Path) -> str | None:
 
 
 def _names_whole(root: Path, whole: Collection[str]) -> bool:
-    """Return whether `latest` names one of the checkpoints `whole`, or a whole one of DeepSpeed, all of which is
-    read."""
+    """Return whether `latest` names one of the tags in `whole`, or a checkpoint of DeepSpeed in which nothing is
+    missing or damaged; that one is read in full."""
     named = _readable_latest(root)
     return named in whole or names_whole_deepspeed(root, named, checksums=True)
 
 
 def _whole_of_deepspeed(root: Path) -> tuple[int, str] | None:
-    """Return step and tag of the newest checkpoint of DeepSpeed of which nothing is missing or damaged; None without
-    one. Those that are newer, and it, are read in full."""
+    """Return (step, tag) of the newest checkpoint of DeepSpeed in which nothing is missing or damaged; None if there is
+    none. It is read in full, as are all that are newer."""
     steps = sorted(((step_of(root / tag), tag) for tag in deepspeed_tags(root)), reverse=True)
     whole = (found for found in steps if found[0] >= 0 and names_whole_deepspeed(root, found[1], checksums=True))
     return next(whole, None)
 
 
 def _fix_latest(root: Path) -> list[str]:
-    """Point `latest` at the newest whole checkpoint unless it names a whole one. Returns what was done as one sentence
-    in a list, empty if nothing was.
+    """Point `latest` at the newest whole checkpoint unless it names a whole one. Returns a list of one sentence that
+    says what was done, or an empty list.
 
-    Does nothing without a whole checkpoint; where `latest` is a directory the sentence says that it was left.
+    Does nothing without a whole checkpoint. Where `latest` is a directory, it is left and the sentence says so.
     """
     own = [candidate for candidate in find_candidates(root) if candidate.problem is None]
     if _names_whole(root, [candidate.tag for candidate in own]):

@@ -23,7 +23,7 @@ logger = logging.getLogger("zero_ckpt")
 
 
 class Opener(Protocol):
-    """Opens a checkpoint, collectively: `open_checkpoint`, or a function that is called and raises as it does."""
+    """Opens a checkpoint, collectively: `open_checkpoint`, or another function with its arguments and errors."""
 
     def __call__(
         self, root: str | os.PathLike[str], tag: str | None, /, *, coordinator: Coordinator, skip: Mapping[str, str]
@@ -69,8 +69,9 @@ def restore(
         def part(
             checkpoint: Checkpoint = checkpoint, results: list[T] = results, last: bool = attempts >= _REPLACEMENTS
         ) -> list[str] | None:
-            """Call `fill` on this rank; return None, or [kind, message] if the checkpoint was replaced or is
-            damaged."""
+            """Call `fill` on this rank, add its result to `results`, and return None. If the checkpoint was replaced or
+            is damaged, return [kind of problem, message] instead; `last`: a replaced one raises, as it was opened often
+            enough."""
             try:
                 results.append(fill(checkpoint))
             except ReplacedError as error:

@@ -84,7 +84,7 @@ class Coordinator(Protocol):
         ...
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the `obj` of every rank, in rank order, on every rank; plain data (see `zero_ckpt.plain`)."""
+        """Return the `obj` of every rank, in rank order, on every rank; `obj` is plain data (see `zero_ckpt.plain`)."""
         ...
 
     def barrier(self) -> None:
@@ -99,7 +99,7 @@ class SoloCoordinator:
     world_size = 1
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return `[obj]`."""
+        """Return `[obj]`, as there is one rank."""
         return [obj]
 
     def barrier(self) -> None:
@@ -125,14 +125,14 @@ def is_optimizer_kind(kind: str) -> bool:
 
 
 def state_kind(key: str) -> str:
-    """Return the kind under which optimizer state is stored: its key, with `.state` behind one that names another kind,
-    such as `buffer`."""
+    """Return the kind under which optimizer state with this `key` of the state dict is stored: the key, with `.state`
+    behind one that would be another kind, such as `buffer`."""
     return key if is_optimizer_kind(key) else f"{key}.state"
 
 
 def state_key(kind: str) -> str:
-    """Return the key of a state kind in the optimizer's state dict: `kind` without the suffix `.scalar`, under which
-    0-dimensional state may be stored, and without the one of `state_kind`."""
+    """Return the key in the optimizer's state dict of state stored under `kind`: the kind without the `.state` that
+    `state_kind` adds, and without `.scalar`, under which 0-dimensional state may be stored."""
     stem = kind.removesuffix(".scalar")
     key = stem.removesuffix(".state")
     return stem if is_optimizer_kind(key) else key

@@ -1,4 +1,9 @@
-"""Read every byte of a checkpoint and report the damage, by tensor and file."""
+"""Read every byte of a checkpoint and report the damage, by tensor and file.
+
+A slice is a run of a tensor's elements in one data file, with a checksum. A data file is a safetensors file or, linked
+into the checkpoint, a raw file, which is a row of extents, each with a checksum. A root is a directory of checkpoints,
+each in a folder that is named by its tag.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +41,7 @@ class Damage:
     message: str
 
     def __str__(self) -> str:
+        """Return the damage as one line: where it is and what it is."""
         return f"{self.file}: {self.tensor + ': ' if self.tensor else ''}{self.message}"
 
 
@@ -62,11 +68,11 @@ class VerifyReport:
 def verify(
     path: str | os.PathLike[str], *, threads: int = 4, progress: Callable[[int], None] | None = None
 ) -> VerifyReport:
-    """Read every file of a checkpoint directory once, compare every checksum, and return what was found.
+    """Read every file of the checkpoint directory `path` once, compare every checksum, and return the damage found.
 
     `threads` files are read at a time. `progress` is called, on those threads, with the number of bytes read since the
-    last call. Nothing on disk makes it raise, be it damaged, missing or hostile: all of it is in the report. A
-    directory that was renamed is no damage; `saved_as` says so.
+    last call. Nothing on disk makes it raise, be it damaged, missing or hostile: all of that is in the report. A
+    directory that was renamed is not damaged; the report's `saved_as` has its tag.
     """
     return verify_candidate(Path(path), in_root=False, threads=threads, progress=progress)
 
@@ -74,7 +80,8 @@ def verify(
 def verify_candidate(
     directory: Path, *, in_root: bool = True, threads: int = 4, progress: Callable[[int], None] | None = None
 ) -> VerifyReport:
-    """Verify one directory as `verify` does; `in_root`: it lies in a root, where a checkpoint of another tag is damage.
+    """Verify one checkpoint directory as `verify` does. `in_root`: it lies in a root, where its name must be the tag
+    that it was saved under.
 
     While a save is replacing the directory, verification is repeated, up to ten times.
     """
@@ -87,7 +94,8 @@ def verify_candidate(
 
 
 def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[int], None]) -> VerifyReport:
-    """Return the report of one look at a directory; the arguments are those of `verify_candidate`."""
+    """Verify a directory once, whether or not it is replaced meanwhile, and return the report; the arguments are those
+    of `verify_candidate`."""
     report = VerifyReport(directory)
     candidate = examine(tag_of(directory), directory, in_root=in_root)
     manifest, folder = candidate.manifest, candidate.folder
@@ -113,9 +121,9 @@ def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[in
 
 
 def checkpoints_in(root: Path) -> list[Path]:
-    """Return every directory in `root` that was written as a checkpoint, whole or not, sorted by tag.
+    """Return every directory in `root` into which a checkpoint was written, whole or not, sorted by tag.
 
-    One that a save moved aside counts under its tag, unless that is taken again. Raises OSError when `root` cannot be
+    A checkpoint that a save moved aside is included unless another has its tag. Raises OSError when `root` cannot be
     listed.
     """
     found = {replaced_tag(path): path for path in replaced_directories(root)}
@@ -128,7 +136,8 @@ def _ignore(nbytes: int) -> None:
 
 
 def _slices_by_file(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:
-    """Return, for each file of the manifest in its order, the slices in it, each with its tensor."""
+    """Return, for each file of the manifest in its order, a list of the slices in the file, as pairs (tensor, slice).
+    """
     contents: list[list[tuple[TensorEntry, Slice]]] = [[] for _ in manifest.files]
     for tensor in manifest.tensors:
         for piece in tensor.slices:
@@ -139,8 +148,11 @@ def _slices_by_file(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]
 def _verify_data_file(
     folder: Folder, entry: FileEntry, contents: list[tuple[TensorEntry, Slice]], progress: Callable[[int], None]
 ) -> list[Damage]:
-    """Return the damage of one data file; `contents` are the slices that the manifest places in it. `progress` is
-    called with the number of bytes read. Does not raise."""
+    """Verify one data file of a checkpoint and return its damage, an empty list if there is none.
+
+    `contents` are the slices that the manifest places in the file, as pairs (tensor, slice). `progress` is called with
+    the number of bytes read. Damage does not raise.
+    """
     path = folder.path / entry.path
     check = _verify_safetensors if entry.extents is None else _verify_raw
     try:
@@ -168,14 +180,17 @@ class _OpenDataFile:
         return self.folder.path / self.entry.path
 
     def scan(self, begin: int, nbytes: int, whole: Checksummer | None = None) -> str:
-        """Return the checksum of `nbytes` bytes from byte `begin` on; `whole` is updated with the same bytes. Raises
-        DamagedError."""
+        """Return the checksum of `nbytes` bytes of the file from byte `begin` on. `whole`: a further checksum that is
+        updated with the same bytes. Raises DamagedError when they cannot be read."""
         return scan_fd(self.fd, begin, nbytes, str(self.path), self.progress, whole)
 
 
 def _verify_safetensors(file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
-    """Compare header, slices and the whole of a safetensors file, and return the damage. Raises DamagedError for a
-    header or a read that fails."""
+    """Compare the header, the slices and the whole of a safetensors file with their checksums, and return the damage.
+    Raises DamagedError for a header that is not valid or a read that fails.
+
+    `contents` are the slices that the manifest places in the file, as pairs (tensor, slice).
+    """
     total = Checksummer()
     raw = read_raw_header(file.folder, file.entry)
     total.update(raw)
@@ -189,8 +204,10 @@ def _verify_safetensors(file: _OpenDataFile, contents: list[tuple[TensorEntry, S
 
 
 def _verify_raw(file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
-    """Compare every extent of a linked file, and return the damage; an extent that is no slice lies between the
-    tensors. Raises DamagedError for a read that fails.
+    """Compare every extent of a raw file with its checksum, and return the damage. Extents between the tensors are
+    compared too. Raises DamagedError for a read that fails.
+
+    `contents` are the slices that the manifest places in the file, as pairs (tensor, slice).
     """
     slices = {piece.begin: (tensor, piece) for tensor, piece in contents}
     problems: list[Damage] = []
@@ -208,7 +225,8 @@ def _verify_raw(file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]]) 
 
 
 def _slice_damage(path: Path, name: str, piece: Slice, found: str) -> Damage:
-    """Return the damage of a slice whose bytes have the checksum `found`; `name` is the tensor's."""
+    """Return a `Damage` that says that the slice `piece` of the tensor `name` has the checksum `found` instead of its
+    own; `path` is its file."""
     message = f"elements {piece.offset} to {piece.offset + piece.length} are damaged"
     return Damage(path, name, f"{message} (checksum {found}, expected {piece.checksum})")
 
@@ -216,11 +234,11 @@ def _slice_damage(path: Path, name: str, piece: Slice, found: str) -> Damage:
 def _verify_slices(
     file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]], stored: dict[str, HeaderEntry], total: Checksummer
 ) -> list[Damage]:
-    """Read the file behind its header, front to back, and return the damage of slices that differ or are not in the
-    header.
+    """Read a safetensors file from the end of its header to its own end, and return the damage of slices that differ or
+    are not in the header.
 
-    `stored` are the header's entries by key; `total` is updated with every byte read. Raises DamagedError for a read
-    that fails.
+    `contents` are the slices in it, as pairs (tensor, slice), and `stored` are the header's entries by key; `total` is
+    updated with every byte read. Raises DamagedError for a read that fails.
     """
     problems, placed = [], []
     for tensor, piece in contents:

@@ -1,4 +1,8 @@
-"""Write one rank's safetensors file: hash every slice and the whole file while the previous bytes go to disk."""
+"""Write one rank's safetensors file: hash every slice and the whole file while the previous bytes go to disk.
+
+A slice is a run of a tensor's elements in one file of the checkpoint; the plan of a save says which slices this rank
+writes. The data of an interval, which slices are taken from, is a buffer, or a function that returns one.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class FileSink(Protocol):
-    """The bytes of one file, in order, for an implementation to provide.
+    """Takes the bytes of one file, in order, and writes them; a protocol with several implementations.
 
     Bytes handed to `write` must not change until `drain` or `finish` returns. A sink ends with one call of `finish` or,
-    without it, of `abort`.
+    without it, of `abort`. All methods but `abort` raise OSError, also for an earlier write.
     """
 
     def write(self, data: memoryview) -> None:
@@ -43,7 +47,7 @@ class FileSink(Protocol):
         ...
 
     def abort(self) -> None:
-        """Close the file without finishing it, which is left incomplete; never raises."""
+        """Close the file, which is left incomplete, without waiting for it to be on disk; never raises."""
         ...
 
 
@@ -56,8 +60,8 @@ _UNCACHED = 0x80
 
 
 class BufferedSink:
-    """A `FileSink` for an ordinary file, written by a thread so that hashing overlaps with the copy into the page
-    cache.
+    """A `FileSink` that writes the file `path` through the page cache, on a thread of its own, so that hashing overlaps
+    with writing.
 
     Creating it raises FileExistsError when there is something at `path`; `nbytes` is not used.
     """
@@ -97,7 +101,7 @@ class BufferedSink:
         os.close(self._fd)
 
     def _stop(self) -> None:
-        """End the thread after the writes that are queued."""
+        """End the thread after it has written what is queued."""
         self._queue.put(None)
         self._thread.join()
 
@@ -107,7 +111,8 @@ class BufferedSink:
             raise self._error
 
     def _run(self) -> None:
-        """Write what is queued, on the thread, until None is queued; after a failure, only empty the queue."""
+        """Write what is queued until None is queued; runs on the sink's thread. After a failure, which is kept, take
+        items off the queue without writing them."""
         position = 0
         while (data := self._queue.get()) is not None:
             try:
@@ -121,8 +126,8 @@ class BufferedSink:
     def _write_all_at(self, data: memoryview, position: int) -> int:
         """Write all of `data` at byte `position` of the file, and return the position behind it.
 
-        Where RWF_DONTCACHE, which keeps written pages out of the cache, is not supported, this and all later calls
-        write without it. Raises OSError.
+        Written pages are kept out of the page cache (RWF_DONTCACHE) until that turns out not to be supported. Raises
+        OSError.
         """
         while data:
             try:
@@ -163,9 +168,10 @@ def slice_key(interval: Interval, offset: int) -> str:
 
 
 def file_order(intervals: Sequence[Interval], pieces: Iterable[PlannedSlice]) -> list[PlannedSlice]:
-    """Return the slices in their order in the file: wider dtypes come first, so each is aligned to its element size.
+    """Return the planned slices in the order in which they lie in the file: wider dtypes come first, so that each slice
+    is aligned to its element size.
 
-    `PlannedSlice.index` refers to `intervals`. Slices of equal width keep their order.
+    The slices refer to `intervals` by index. Slices of equal width keep their order.
     """
     return sorted(pieces, key=lambda piece: -ITEMSIZE[intervals[piece.index].dtype])
 
@@ -173,8 +179,8 @@ def file_order(intervals: Sequence[Interval], pieces: Iterable[PlannedSlice]) ->
 def write_rank_file(
     path: Path, intervals: Sequence[Interval], pieces: Iterable[PlannedSlice], open_sink: OpenSink
 ) -> tuple[FileEntry, list[WrittenSlice]]:
-    """Write slices of `intervals` to a new safetensors file and wait until it is on disk. Returns its manifest entry
-    and its slices in file order.
+    """Write the planned slices `pieces` to a new safetensors file and wait until it is on disk. Returns (its manifest
+    entry, its slices in file order).
 
     `pieces` refer to `intervals` by index; the data of these intervals are buffers or functions, not file extents.
     `open_sink` creates the file. Raises OSError with the file's name, or CheckpointError when an interval's data is not
@@ -223,10 +229,11 @@ def _with_path(error: OSError, path: Path) -> OSError:
 
 
 class _IntervalBytes:
-    """Reads planned slices of `intervals`, those of one interval after another, so that an interval whose data is a
-    function calls it once.
+    """The bytes of planned slices, which refer to `intervals` by index and are asked for interval by interval. An
+    interval's data function is thus called once.
 
-    `sink` is where the bytes go: it is drained before the next function is called.
+    `sink` is where the caller writes the bytes. It is drained before the next function is called, which may reuse the
+    buffer of the last one.
     """
 
     def __init__(self, intervals: Sequence[Interval], sink: FileSink) -> None:
@@ -235,7 +242,8 @@ class _IntervalBytes:
         self._view = memoryview(b"")
 
     def slice_bytes(self, piece: PlannedSlice) -> memoryview:
-        """Return a view of the bytes of a slice, valid until a slice of an interval that is a function is read."""
+        """Return a view of the bytes of a planned slice. The view is valid until a slice of another interval whose data
+        is a function is asked for."""
         interval = self._intervals[piece.index]
         itemsize = ITEMSIZE[interval.dtype]
         if piece.index != self._index:
@@ -245,10 +253,10 @@ class _IntervalBytes:
         return self._view[begin : begin + piece.length * itemsize]
 
     def _open(self, interval: Interval, itemsize: int) -> memoryview:
-        """Return the interval's buffer as bytes; before a function is called, the sink is drained, so that it may reuse
-        the last buffer.
+        """Return the data of an interval as bytes, calling its data function if that is one; before that, the sink is
+        drained.
 
-        `itemsize` is the bytes per element. Raises CheckpointError when the buffer has another size than the interval.
+        `itemsize` is the bytes per element. Raises CheckpointError when the data has another size than the interval.
         """
         data = interval.data
         if callable(data):
@@ -265,8 +273,8 @@ class _IntervalBytes:
 
 
 def interval_length(interval: Interval) -> int:
-    """Return the number of elements of an interval, from its data or, for a function, from `length`; the data is not
-    read.
+    """Return the number of elements of an interval: from the size of its data or, for a data function, which is not
+    called, from `length`.
 
     Raises CheckpointError, naming the interval, for an unknown dtype, data that is not `length` whole elements, a
     function without `length`, and elements outside of the shape.
@@ -292,8 +300,8 @@ def interval_length(interval: Interval) -> int:
 
 
 def _data_nbytes(data: Buffer | FileExtent, where: str) -> int:
-    """Return the bytes of an interval's data. Raises CheckpointError, beginning with `where`, for a malformed file
-    extent and for what is no buffer."""
+    """Return the size in bytes of an interval's data. Raises CheckpointError, whose message begins with `where`, for a
+    malformed file extent and for what is no buffer."""
     if isinstance(data, FileExtent):
         if data.file_offset_bytes < 0 or data.nbytes < 0 or not (data.checksum is None or is_checksum(data.checksum)):
             raise CheckpointError(
