@@ -1,6 +1,8 @@
 """Copies of memory for saves in the background: some are made at once, the others on another thread.
 
-A snapshot is the intervals of one save with their data copied; an arena is the memory that holds the copies.
+A snapshot is the intervals of one save with their data copied; an arena is the memory that holds the copies. `copy` is
+a function that copies bytes, such as `move_memory`. An interval with a `version` is copied later: the function tells
+whether its memory was written before that.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ argument, without the GIL."""
 
 
 def no_intervals(_copies_of: Sequence[memoryview]) -> Iterable[Interval]:
-    """Return no intervals: the `LaterIntervals` of a save without background intervals."""
+    """Return no intervals: the default function `later_intervals` of a save, which has no further intervals to copy in
+    the background."""
     return ()
 
 
 class Arena:
-    """Memory for one snapshot, kept for the next, whose beginning overwrites it.
+    """Memory for one snapshot, kept for the next, whose copies overwrite it.
 
     Large copies that are made at once are shared by the caller and the threads of a pool, `threads` together (at most
     one per processor); the function `copy` copies the bytes. `allow` is called with a number of bytes before they are
@@ -71,9 +74,10 @@ class Arena:
     def begin(self, intervals: list[Interval], copying: CopyUnderWay, later_intervals: LaterIntervals) -> Snapshot:
         """Return a snapshot of `intervals`, to be completed by `Snapshot.finish`.
 
-        `copying` is what `start` returned. All memory that may change as soon as this returns is copied, that of
-        `copying` included; `finish` copies intervals with a `version` and those that `later_intervals` returns. Raises
-        CheckpointError for an invalid interval, and what `allow` or an interval's function raises.
+        `copying` is what `start` returned; on return its copies are made, as are those of all intervals without a
+        `version`, whose memory may then change. `finish` copies the intervals with a `version` and those that
+        `later_intervals` returns. Raises CheckpointError for an invalid interval, and the exceptions of `allow` and of
+        an interval's function.
         """
         copies = _copies_of(intervals, self._now.places([*map(_nbytes, intervals)]))
         chunks = []
@@ -94,17 +98,16 @@ class Arena:
         )
 
     def close(self) -> None:
-        """End the threads, after the copies that they have begun, and free the memory; views that are still held keep
-        it alive."""
+        """End the threads after the copies that they have begun, and free the memory once no view of it is held."""
         self._pool.shutdown()
         for memory in (self._kept, self._now, self._later):
             memory.free()
 
     def _background_copies(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:
-        """Return intervals that a `LaterIntervals` returned, with their data in this arena, and the copies that have to
-        be made for them.
+        """Return (intervals, copies): the given intervals with their data in this arena, and the copies that
+        `Snapshot.finish` has to make for that. Nothing is copied yet.
 
-        Parts of the copies of `start` lie in the arena already and need none. Nothing is copied yet.
+        Data that is part of the copies of `start` lies in the arena already and needs no copy.
         """
         given = list(intervals)
         sizes = [0 if self._kept.has(interval.data) else _nbytes(interval) for interval in given]
@@ -117,11 +120,12 @@ class Arena:
 
 
 class CopyUnderWay:
-    """A copy of memory to `places`, shared by the caller of `finish` and, when it is large, by threads of `pool`.
+    """A copy of memory that is being made into `places`, by the caller of `finish` and, when it is large, by threads of
+    `pool` too.
 
     `chunks` are its (target, source) pairs, and `copy` copies them; `helpers` is the number of threads that help with
     more than 4 MiB. The threads start at construction. The first of them takes a quarter in one batch: it needs the GIL
-    for each further batch, which a caller with work of its own does not give back soon.
+    for each further batch, and a caller with work of its own does not release the GIL soon.
     """
 
     def __init__(
@@ -160,12 +164,12 @@ class CopyUnderWay:
         wait([work for work in self._works if not work.cancel()])
 
     def _help(self) -> None:
-        """Copy batches on a thread of the pool."""
+        """Copy batches until none is left; runs on a thread of the pool."""
         self._begun.set()
         self._copy_batches()
 
     def _copy_batches(self) -> None:
-        """Copy batches until none is left that another thread has not taken."""
+        """Copy batches that no other thread has taken, until none is left."""
         for targets, sources in self._waiting:  # the next one is taken under the GIL
             self._copy(targets, sources)
 
@@ -181,10 +185,12 @@ class _Memory:
         self._block: mmap.mmap | None = None
 
     def places(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Return a view of each size in bytes, 64-byte aligned, with arbitrary content. They share their memory with
-        the views of earlier calls, except when the block had to grow: then views still held keep the old block alive.
+        """Return one view of the block for each of `sizes`, in bytes; each is 64-byte aligned and has arbitrary
+        content. They overlap with the views of earlier calls, except when the block had to grow: then views still held
+        keep the old block alive.
 
-        Raises what `allow` raises. In a dry run (see `zero_ckpt.dry_run`) `allow` is not called; bytes are counted.
+        Raises the exceptions of `allow`. In a dry run (see `zero_ckpt.dry_run`) `allow` is not called, and bytes are
+        only counted.
         """
         begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         if begins[-1] == 0:
@@ -206,7 +212,7 @@ class _Memory:
         self._block = None
 
     def has(self, data: object) -> bool:
-        """Return whether `data` is a view of this memory."""
+        """Return whether `data` is a view into this block."""
         return isinstance(data, memoryview) and data.obj is self._block and self._block is not None
 
 
@@ -224,11 +230,10 @@ def _private_memory(nbytes: int) -> mmap.mmap:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`intervals` with their data in an arena; complete once `finish` has copied `later` and what `later_intervals`
-    returns.
+    """`intervals` with their data in an arena; complete once `finish` has made the remaining copies.
 
-    `later` are the copies of intervals with a `version`. `later_intervals` returns (further intervals with their data
-    in the arena, the copies that are to be made for them); `copy` makes the copies.
+    `later` are the copies of intervals with a `version`. `later_intervals` is called by `finish` and returns (further
+    intervals with their data in the arena, the copies to be made for them); `copy` makes the copies.
     """
 
     intervals: list[Interval]
@@ -237,9 +242,11 @@ class Snapshot:
     copy: Copy
 
     def finish(self) -> None:
-        """Make the remaining copies and add the intervals of `later_intervals` to `intervals`; on any thread, once.
+        """Make the remaining copies and add the intervals of `later_intervals` to `intervals`; called once, on any
+        thread.
 
-        Raises CheckpointError for memory that was written since the save began, and what `later_intervals` raises.
+        Raises CheckpointError for memory that was written since the save began, and the exceptions of
+        `later_intervals`.
         """
         intervals, copies = self.later_intervals()
         for copy in [*self.later, *copies]:
@@ -254,15 +261,15 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The copy of an interval to `target`; `version` is what the interval's version function returned before it was
-    made."""
+    """A copy of an interval's data to `target`, made by `run`; `version` is what the interval's version function
+    returned when the copy was planned."""
 
     interval: Interval
     target: memoryview
     version: object
 
     def copied(self) -> Interval:
-        """Return the interval with `target` as its data, which holds the values once `run` has returned."""
+        """Return the interval with `target` as its data; that holds the values once `run` has returned."""
         return replace(self.interval, data=self.target, length=None, version=None)
 
     def run(self, copy: Copy) -> None:
@@ -271,7 +278,8 @@ class _Copy:
             copy((target,), (source,))
 
     def chunks(self) -> list[tuple[memoryview, memoryview]]:
-        """Return (target, source) pairs of memory of at most 4 MiB; calls the interval's data if that is a function.
+        """Return the copy as (target, source) pairs of memory of at most 4 MiB each; calls the interval's data if that
+        is a function.
 
         Raises TypeError when the data is a file's extent.
         """
@@ -282,9 +290,8 @@ class _Copy:
 
 
 def _copies_of(intervals: Sequence[Interval], places: Sequence[memoryview]) -> list[_Copy | None]:
-    """Return for each interval its copy to the place of the same index, still to be run, noting its version now; None
-    for extents of files, which are linked instead.
-    """
+    """Return, for each interval, the copy of its data to the view in `places` of the same index, still to be run; None
+    for extents of files, which are linked instead. Notes the intervals' versions now."""
     return [
         None if isinstance(interval.data, FileExtent) else _Copy(interval, place, _version(interval))
         for interval, place in zip(intervals, places, strict=False)
@@ -292,8 +299,8 @@ def _copies_of(intervals: Sequence[Interval], places: Sequence[memoryview]) -> l
 
 
 def _chunks(target: memoryview, source: memoryview) -> list[tuple[memoryview, memoryview]]:
-    """Return (target, source) pairs of parts of two memories of equal size, at most 4 MiB each; none if they are
-    empty."""
+    """Return two memories of equal size as (target, source) pairs of parts of at most 4 MiB each; an empty list if they
+    are empty."""
     if target.nbytes == source.nbytes == 0:
         return []
     if source.nbytes <= _COPY_BYTES:
@@ -305,7 +312,7 @@ def _chunks(target: memoryview, source: memoryview) -> list[tuple[memoryview, me
 def _batches(
     chunks: Sequence[tuple[memoryview, memoryview]], first_bytes: int
 ) -> list[tuple[list[memoryview], list[memoryview]]]:
-    """Return (targets, sources) batches of (target, source) chunks, one call of a copy function each.
+    """Group (target, source) chunks into batches (targets, sources), each of which is one call of a copy function.
 
     The first batch has the leading chunks that together fit into `first_bytes`, as each call needs the GIL; the others
     have one chunk each.
@@ -323,16 +330,17 @@ def _nbytes(interval: Interval) -> int:
 
 
 def _version(interval: Interval) -> object:
-    """Return what the interval's `version` function returns now; None if it has none."""
+    """Return the result of the interval's `version` function, called now; None if it has none."""
     return None if interval.version is None else interval.version()
 
 
 def copy_nothing(_targets: Sequence[memoryview], _sources: Sequence[memoryview]) -> None:
-    """Leave all memory as it is: a `Copy` for dry runs."""
+    """Leave all memory as it is: the function `copy` of dry runs."""
 
 
 def move_memory(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Copy each source to the target at its place with `memmove`: a `Copy`. Raises ValueError when sizes differ."""
+    """Copy each source to the target of the same index with `memmove`: a function `copy`. Raises ValueError when sizes
+    differ."""
     for target, source in zip(targets, sources, strict=True):
         _move(target, source)
 

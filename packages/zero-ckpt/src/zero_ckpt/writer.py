@@ -31,7 +31,7 @@ class FileSink(Protocol):
     """Takes the bytes of one file, in order, and writes them; a protocol with several implementations.
 
     Bytes handed to `write` must not change until `drain` or `finish` returns. A sink ends with one call of `finish` or,
-    without it, of `abort`. All methods but `abort` raise OSError, also for an earlier write.
+    without it, of `abort`. All methods but `abort` may raise OSError, also for an earlier write.
     """
 
     def write(self, data: memoryview) -> None:

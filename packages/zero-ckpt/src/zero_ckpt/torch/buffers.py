@@ -23,22 +23,23 @@ _STAGING_BYTES = 64 << 20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the checkpoint's name of a torch dtype. Raises CheckpointError for one that cannot be stored."""
+    """Return the name under which a checkpoint stores a torch dtype. Raises CheckpointError for one that cannot be
+    stored."""
     if dtype not in _NAMES:
         raise CheckpointError(f"{dtype} cannot be stored; expected one of {', '.join(str(known) for known in _NAMES)}")
     return _NAMES[dtype]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a checkpoint's dtype name, a key of `ITEMSIZE`."""
+    """Return the torch dtype of `name`, a key of `ITEMSIZE`."""
     return _DTYPES[name]
 
 
 def tensor_buffer(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as a flat, writable view of its bytes; it keeps the tensor alive.
+    """Return the memory of a contiguous CPU tensor as a flat, writable view of its bytes, which keeps the tensor alive.
 
-    In a dry run (see `zero_ckpt.dry_run`) it is a view of zeros, which nobody writes. Raises CheckpointError for a
-    tensor on another device or with strides.
+    In a dry run (see `zero_ckpt.dry_run`) it is a view of zeros instead, not to be written. Raises CheckpointError for
+    a tensor on another device or with strides.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise CheckpointError(f"a buffer needs a contiguous CPU tensor, got {tensor.device} with {tensor.stride()}")
@@ -52,8 +53,8 @@ def tensor_buffer(tensor: torch.Tensor) -> memoryview:
 
 
 class Stager:
-    """Turns tensors into intervals: CPU memory as it is, other memory through one reused buffer, pinned where that is
-    possible."""
+    """Turns tensors into intervals. CPU memory is used as it is; other memory is copied through one staging buffer,
+    which is reused, and pinned where that is possible."""
 
     def __init__(self) -> None:
         self._staging: torch.Tensor | None = None
@@ -61,11 +62,8 @@ class Stager:
         self._marks: dict[torch.device, torch.Event | None] = {}
 
     def mark(self, device: torch.device) -> None:
-        """Make later reads of tensors on `device` that were given to `intervals` with `stays` wait for the work that
-        this thread has queued on it so far, and for nothing later.
-
-        They may happen on any thread, however much later.
-        """
+        """Note the work that this thread has queued on `device` so far. Later reads of tensors on it that were given to
+        `intervals` with `stays` wait for this work and for nothing later, on whatever thread they run."""
         self._marks[device] = _record_event(device)
 
     def intervals(
@@ -78,12 +76,12 @@ class Stager:
         offset: int = 0,
         stays: bool = False,
     ) -> Iterator[Interval]:
-        """Yield intervals for `tensor`, in C order, as elements `offset` on of a logical tensor of the given shape.
+        """Yield intervals for `tensor`, in C order. They are elements `offset` on of the tensor (`name`, `kind`) of the
+        checkpoint, which has this `shape`; None: `tensor` is all of it.
 
-        Without `shape`, `tensor` is the full logical tensor. Nothing is copied until an interval is written; what is
-        not contiguous CPU memory comes in intervals of up to 64 MiB, one of which is in memory at a time. `stays`:
-        nobody writes `tensor` before `AsyncSaver.copied` returns; its version counter becomes `version`. Raises
-        CheckpointError for a dtype that cannot be stored.
+        Nothing is copied until an interval is written; what is not contiguous CPU memory comes in intervals of up to 64
+        MiB, one of which is in memory at a time. `stays`: nobody writes `tensor` before `AsyncSaver.copied` returns;
+        its version counter becomes the interval's `version`. Raises CheckpointError for a dtype that cannot be stored.
         """
         version = partial(getattr, tensor, "_version") if stays and not tensor.is_inference() else None
         tensor = tensor.detach()
@@ -100,10 +98,11 @@ class Stager:
             yield Interval(name, kind, whole, dtype, offset + begin, staged, part.numel(), version)
 
     def _copy_to_staging(self, part: torch.Tensor, ready: torch.Event | None) -> memoryview:
-        """Return the bytes of a flat tensor of up to 64 MiB in the staging buffer, which the next call overwrites.
+        """Copy `part`, a flat tensor of up to 64 MiB, into the staging buffer and return its bytes there, which the
+        next call overwrites.
 
-        With `ready` they are copied on a stream of its own after that event, so that the copy does not wait for later
-        work of the device.
+        With an event `ready` the copy runs after it, on a stream of its own, and does not wait for later work of the
+        device.
         """
         if self._staging is None:
             pin = part.device.type != "cpu" and torch.accelerator.is_available()
@@ -122,7 +121,7 @@ class Stager:
 
 
 def _record_event(device: torch.device) -> torch.Event | None:
-    """Return an event after the work queued on the device's current stream; None for the CPU."""
+    """Return an event that is complete after the work now queued on the device's current stream; None for the CPU."""
     if device.type == "cpu":
         return None
     event = torch.Event(device=device)

@@ -49,7 +49,7 @@ class DistCoordinator:
         return list(map(unpack, bodies))
 
     def _all_gather_bytes(self, body: bytes, failed: bool) -> tuple[list[memoryview], list[bool]]:
-        """Return the `body` and the mark `failed` of every rank, in rank order; collective."""
+        """Return two lists, by rank: the bytes `body` and the mark `failed` of every rank; collective."""
         own = torch.frombuffer(bytearray(body or b"\0"), dtype=torch.uint8)
         told = [torch.zeros(2, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(told, torch.tensor([len(body), int(failed)]), group=self._group)
@@ -62,13 +62,13 @@ class DistCoordinator:
         return found, [bool(mark) for _, mark in told]
 
     def barrier(self) -> None:
-        """Return once every rank has called it; it is an exchange of `all_gather_object`."""
+        """Return once every rank has called this; the ranks exchange empty messages."""
         self.all_gather_object(None)
 
 
 def default_coordinator() -> Coordinator:
-    """Return a coordinator over the default process group; where torch.distributed is not initialised, one of a single
-    process.
+    """Return a coordinator over the default process group, or, where torch.distributed is not initialised, one for a
+    single process.
 
     Raises CheckpointError when the group cannot move CPU tensors.
     """

@@ -14,8 +14,8 @@ from ..errors import CheckpointError
 
 @dataclass(frozen=True)
 class ContiguousRun:
-    """`length` elements, from `local` on in the flattened local part and from `whole` on in the flattened full
-    tensor."""
+    """A run of `length` elements that are consecutive in the local part and in the full tensor: from `local` on in the
+    flattened local part, from `whole` on in the flattened full tensor."""
 
     local: int
     whole: int
@@ -23,10 +23,11 @@ class ContiguousRun:
 
 
 def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, list[ContiguousRun]]:
-    """Return this rank's part of a tensor (of a DTensor, its local tensor), and its runs in the full tensor.
+    """Return (this rank's part of a tensor, its runs in the full tensor). The part of a DTensor is its local tensor,
+    that of a plain tensor the tensor itself, in one run.
 
-    A plain tensor is one run. There are none where this rank is not in the mesh or holds no element. `name` is for
-    errors. Raises CheckpointError for placements other than `Shard` and `Replicate`.
+    There are no runs where this rank is not in the mesh or holds no element. `name` is for errors. Raises
+    CheckpointError for placements other than `Shard` and `Replicate`.
     """
     if not _is_dtensor(tensor):
         return tensor, [ContiguousRun(0, 0, tensor.numel())]
@@ -48,7 +49,8 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def _local_box(tensor: Any, name: str) -> tuple[list[int], list[int]] | None:
-    """Return begin and size of the local part of a DTensor per dimension; None where this rank is not in its mesh.
+    """Return (begins, sizes) of the local part of a DTensor, each with one number per dimension; None where this rank
+    is not in the tensor's mesh.
 
     Raises CheckpointError, naming `name`, for placements other than `Shard` and `Replicate`.
     """
@@ -73,8 +75,8 @@ def _local_box(tensor: Any, name: str) -> tuple[list[int], list[int]] | None:
 
 
 def _runs(shape: list[int], begins: list[int], sizes: list[int]) -> Iterator[ContiguousRun]:
-    """Yield the runs of consecutive elements of a box of a tensor of `shape`, in order; `begins` and `sizes` are the
-    box's, per dimension."""
+    """Yield the runs of consecutive elements that make up a box in a tensor of `shape`, in order. `begins` and `sizes`
+    are the box's, one number per dimension."""
     if 0 in sizes:
         return
     split = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)

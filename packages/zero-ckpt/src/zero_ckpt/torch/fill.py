@@ -14,9 +14,8 @@ _STAGING_BYTES = 64 << 20
 
 
 class Filler:
-    """Collects tensors to fill from `checkpoint`, then reads them all at once with several reads in flight;
-    communicates nothing.
-    """
+    """Fills tensors from `checkpoint`: `add` collects requests, and `run` reads them all at once with several reads in
+    flight. Communicates nothing."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -24,8 +23,8 @@ class Filler:
         self._staged: list[tuple[TensorEntry, torch.Tensor, list[ContiguousRun]]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor, name: str) -> bool:
-        """Request the values of `tensor` from `entry`, to be written into its memory by `run`. Returns whether their
-        dtype will be converted.
+        """Request that `run` fills `tensor` with the values of the stored tensor `entry`. Returns whether their dtype
+        will be converted.
 
         Of a DTensor the local part is filled. `name` is for errors. Raises MismatchError when the shapes differ, and
         CheckpointError for a placement that cannot be loaded.
@@ -47,18 +46,17 @@ class Filler:
         return not same
 
     def run(self) -> None:
-        """Read the values of all tensors that were added; call it once. Raises DamagedError or ReplacedError, after
-        which some may be filled.
-        """
+        """Read the values of all tensors that were added; call it once. Raises DamagedError, or ReplacedError when the
+        checkpoint's files are gone; some tensors may be filled by then."""
         self._checkpoint.read_many(self._direct)
         for entry, local, runs in self._staged:
             self._fill_staged(entry, local, runs)
 
     def _fill_staged(self, entry: TensorEntry, local: torch.Tensor, runs: list[ContiguousRun]) -> None:
-        """Fill a tensor through CPU memory of up to 64 MiB at a time, converting the dtype. Raises DamagedError or
-        ReplacedError.
+        """Fill a tensor from the stored tensor `entry` through CPU memory of up to 64 MiB at a time, converting the
+        dtype. Raises DamagedError or ReplacedError.
 
-        `local` is this rank's part, on any device and with any strides; `runs` are its places in the full tensor.
+        `local` is this rank's part, on any device and with any strides; `runs` says where it lies in the full tensor.
         """
         flat = local.view(-1) if local.is_contiguous() else torch.empty(local.shape, dtype=local.dtype).view(-1)
         dtype = torch_dtype(entry.dtype)
@@ -80,7 +78,8 @@ class Filler:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, kind: str) -> torch.Tensor:
-    """Return a full tensor in new CPU memory, in the dtype in which it is stored; `name` may be an alias.
+    """Return the stored tensor (`name`, `kind`) in full, in new CPU memory and in its stored dtype; `name` may be an
+    alias.
 
     Raises NotFoundError, DamagedError and ReplacedError.
     """

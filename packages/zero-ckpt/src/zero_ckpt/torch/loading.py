@@ -1,4 +1,9 @@
-"""`load` into a dict of modules, optimizers, stateful objects, tensors and plain data."""
+"""`load` into a dict of modules, optimizers, stateful objects, tensors and plain data.
+
+A state is the dict that the user passes. A value of it is reported as defaulted if the checkpoint does not have it, so
+that it stays as it is. To request a tensor is to note that it is to be filled, together with all others, before
+anything else changes.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +52,17 @@ def load(
     group = coordinator or default_coordinator()
 
     def fill(checkpoint: Checkpoint) -> LoadReport:
-        """Load `state` from one checkpoint and return the report; called by `restore`."""
+        """Load `state` from `checkpoint` and return the report; `restore` calls this, again for an older checkpoint if
+        this one is damaged."""
         return _Load(checkpoint, state, rename or (lambda name: name), group.rank).run(strict)
 
     return restore(root, fill, tag, coordinator=group)[1]
 
 
 class _Load:
-    """One attempt to load a state from one checkpoint; `rank` is this rank, whose random generators are loaded.
+    """One attempt to load `state` from `checkpoint`; `rank` is this rank, whose random generators are loaded.
 
-    `rename` maps a model's name to the checkpoint's.
+    `rename` maps a model's name to the checkpoint's, or to None to keep it.
     """
 
     def __init__(
@@ -95,8 +101,7 @@ class _Load:
         return self._report
 
     def _request_module(self, module: ModuleState) -> None:
-        """Request the values of a module's tensors, to be read later; a tensor that is not stored is reported as
-        defaulted.
+        """Request the values of a module's tensors; one that is not stored is reported as defaulted.
 
         Raises MismatchError when shapes differ.
         """
@@ -111,15 +116,16 @@ class _Load:
             self._wanted.update((entry.name, other) for other in ("param", "master"))
 
     def _stored_name(self, name: str) -> str:
-        """Return the checkpoint's name for a model's name: renamed, and resolved if it is a tied name."""
+        """Return the name under which the checkpoint stores a tensor that the model calls `name`: after `rename`, and
+        for a tied name the one of the stored tensor."""
         renamed = self._rename(name) or name
         return renamed if renamed in self._stored else self._checkpoint.aliases.get(renamed, renamed)
 
     def _kind_to_read(self, name: str, kind: str, tensor: torch.Tensor) -> str | None:
-        """Return the kind of the stored tensor `name` that a module's tensor of kind `kind` is to be read from; None if
-        there is none.
+        """Return the kind of the stored tensor from which a module's tensor is to be read, or None if nothing is stored
+        for it. `name` is the stored name; the module's tensor has this `kind`, `param` or `buffer`.
 
-        It is `master` where the stored parameter is missing or has another dtype than `tensor`.
+        The result is `master` where the stored parameter is missing or has another dtype than `tensor`.
         """
         known = self._checkpoint.tensors
         if kind == "param" and (name, "master") in known:
@@ -129,8 +135,8 @@ class _Load:
         return kind if (name, kind) in known else None
 
     def _request(self, stored: str, kind: str, tensor: torch.Tensor, name: str) -> None:
-        """Request the values of `tensor`, which the model calls `name`, from the tensor (`stored`, `kind`), and report
-        it as loaded.
+        """Request the values of `tensor`, which the model calls `name`, from the stored tensor (`stored`, `kind`), and
+        report it as loaded.
 
         Raises MismatchError when shapes differ.
         """
@@ -141,9 +147,10 @@ class _Load:
         self._wanted.add((entry.name, kind))
 
     def _request_optimizer(self, key: str, optimizer: torch.optim.Optimizer) -> None:
-        """Create the state of an optimizer and request its values, to be read, and given to it, later.
+        """Create the missing state of an optimizer and request its values. `_finish_report` and
+        `OptimizerLoader.commit` complete the work later.
 
-        `key` is its key in the state. Raises MismatchError when its param groups cannot be matched.
+        `key` is the optimizer's key in the state. Raises MismatchError when its param groups cannot be matched.
         """
         by_name: dict[str, list[str]] = {}
         for name, kind in self._checkpoint.tensors:
@@ -161,7 +168,8 @@ class _Load:
         self._wanted.update(found)
 
     def _finish_report(self) -> None:
-        """Report stored tensors that nothing requested, as ignored or as kinds that were not requested."""
+        """Add the stored tensors that nothing requested to the report: as ignored, or as kinds that were left out by
+        intent."""
         modules = bool(self._parts.modules)
         optimizers = any(isinstance(value, torch.optim.Optimizer) for value in self._state.values())
         skipped: set[str] = set()
@@ -174,9 +182,8 @@ class _Load:
         self._report.not_requested += sorted(skipped - {STATE_KIND})
 
     def _load_remaining(self, key: str) -> None:
-        """Load the value of `key` in the state, if it is no optimizer; of a module, only the part of its state that is
-        no tensor. Raises as `_load_value` does.
-        """
+        """Load what of the value under `key` of the state was not requested: all of it, except that of a module only
+        the part of its state that is no tensor, and of an optimizer nothing. Raises as `_load_value` does."""
         value = self._state[key]
         if isinstance(value, (RngState, torch.Generator)):
             self._load_generator(key, value)
@@ -191,10 +198,11 @@ class _Load:
             self._load_value(key, value)
 
     def _load_value(self, key: str, value: Any) -> None:
-        """Load a tensor, a stateful object or plain data; one that is not stored is reported as defaulted.
+        """Load `value`, a tensor, stateful object or plain data under `key` of the state; one that is not stored is
+        reported as defaulted.
 
-        Plain data replaces the value of `key` in the state, the others are filled in place. Raises MismatchError when
-        shapes differ, NotFoundError for a tensor that is not stored, DamagedError and ReplacedError.
+        Plain data is replaced in the state, everything else is filled in place. Raises MismatchError when shapes
+        differ, NotFoundError for a tensor that is not stored, DamagedError and ReplacedError.
         """
         if key not in self._client:
             self._report.defaulted.append(key)
@@ -211,7 +219,8 @@ class _Load:
         self._report.loaded.append(key)
 
     def _load_generator(self, key: str, value: RngState | torch.Generator) -> None:
-        """Set a generator to the state that this rank saved under `key`; without one it is reported as defaulted."""
+        """Set the random generator `value`, under `key` of the state, to what this rank saved; one that is not stored
+        is reported as defaulted."""
         states = self._checkpoint.rank_state
         mine = states[self._rank] if self._rank < len(states) else None
         if not isinstance(mine, dict) or key not in mine:
@@ -224,7 +233,6 @@ class _Load:
             self._report.loaded.append(key)
 
     def _read_state(self, name: str) -> torch.Tensor:
-        """Return a tensor of a stateful object's state, by the name under which it is stored, in new CPU memory. Raises
-        as `read_tensor` does.
-        """
+        """Return a tensor of a stateful object's state in new CPU memory; `name` is the one under which it is stored.
+        Raises as `read_tensor` does."""
         return read_tensor(self._checkpoint, name, STATE_KIND)

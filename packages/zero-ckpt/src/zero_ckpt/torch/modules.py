@@ -12,8 +12,8 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 @dataclass
 class ModuleState:
-    """A module's state by name: tensors, each once; tied names with the name of their tensor in `aliases`; other
-    entries of the state dict in `extra`."""
+    """A module's state. `tensors` has each tensor once, by name; `aliases` maps the other names of a tied tensor to
+    that name; `extra` has the other entries of the state dict."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -25,10 +25,10 @@ class ModuleState:
 
 
 def module_state(module: torch.nn.Module, prefix: str = "") -> ModuleState:
-    """Return the parameters and persistent buffers of a module, which are not copied, and what else its state dict
-    holds.
+    """Return the state of a module: its parameters and persistent buffers, which are not copied, and the other entries
+    of its state dict.
 
-    Names are without the wrappers of DDP, compilation and activation checkpointing; `prefix` begins every one.
+    Names are without the wrappers of DDP, compilation and activation checkpointing; `prefix` is put before each.
     """
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module

@@ -1,4 +1,5 @@
-"""Where a node keeps a run's checkpoints in memory if nothing names a folder, and what other runs have left there."""
+"""Name the folder in which a node keeps a run's checkpoints in memory if nothing else names it, and find what other
+runs have left there."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ _NAME = re.compile(r"(zero-\d+-)[0-9a-f]{16}")
 
 
 def node_memory_folder(run: str) -> Path:
-    """Return the folder in which a node keeps this user's checkpoints in memory of the run whose checkpoints on disk
-    are in ``run``, an absolute path. Creates nothing."""
+    """Return the path of the folder in memory in which a node keeps checkpoints of one run of this user. ``run``: the
+    absolute path of the run's checkpoints on disk, which tells it from other runs. Nothing is created."""
     return _BELOW / f"zero-{os.geteuid()}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:16]}"
 
 
 def warn_of_other_runs(folder: Path) -> None:
-    """Log the folders beside ``folder`` that `node_memory_folder` has named for other runs of this user, and how many
-    bytes they take of the node's memory. Does nothing where ``folder`` is not named by it."""
+    """Log a warning that lists the folders beside ``folder`` in which other runs of this user left checkpoints in
+    memory, and the bytes that these take. Does nothing unless ``folder`` was named by `node_memory_folder` or lies in
+    such a folder."""
     named = next((path for path in (folder, *folder.parents) if _NAME.fullmatch(path.name)), None)
     if named is None:
         return
@@ -37,7 +39,7 @@ def warn_of_other_runs(folder: Path) -> None:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Return the bytes of the files below ``folder``; files that go meanwhile do not count."""
+    """Return the total size in bytes of the files below ``folder``; files that disappear meanwhile do not count."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

@@ -41,10 +41,10 @@ Needs = Callable[[Manifest], "Iterable[str]"]
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that the nodes hold together: `files` has bytes by name, `holders` by name the ranks that can read
-    the file.
+    """A checkpoint that the nodes hold together: its `tag` and `step`; `files` has the bytes of each file by name,
+    `holders` by name the ranks that can read the file.
 
-    `manifest_holders` are the ranks that can read its manifest. Only the first rank of a node counts in both.
+    `manifest_holders` are the ranks that can read its manifest. Of each node only the first rank counts as a holder.
     """
 
     tag: str
@@ -87,17 +87,17 @@ class NodeMemory:
         return self._nodes.index(self.node) == self._coordinator.rank
 
     def save(self, intervals: Iterable[Interval], *, step: int, **options: Any) -> None:
-        """Copy `intervals` and save them in the background, with the options of `save_sharded`; every rank calls it.
+        """Copy `intervals` and save them in the background as the checkpoint of `step`; `options` are those of
+        `save_sharded`. Every rank calls it.
 
-        `step` is part of the checkpoint's tag. Waits while the last save runs. When it returns, the tensors may change
-        as after `AsyncSaver.save`. A save that failed raises its CheckpointError from a later call of `save`, `wait` or
-        `close`.
+        Waits while the last save runs. When it returns, the tensors may change as after `AsyncSaver.save`. A save that
+        failed raises its CheckpointError from a later call of `save`, `wait` or `close`.
         """
         tag = f"step{step}-{self._attempt}"
         self._saver.save(self.directory, tag, intervals, step=step, node=self.node, save_latest=False, **options)
 
     def copied(self) -> None:
-        """Wait until tensors that are copied in the background may change; see `AsyncSaver.copied`."""
+        """Wait until tensors whose copies are made in the background may change; see `AsyncSaver.copied`."""
         self._saver.copied()
 
     @property
@@ -106,7 +106,8 @@ class NodeMemory:
         return self._saver.has_failed
 
     def wait(self) -> None:
-        """Wait until every save is complete and copied to the partners. Raises the exception of a failed save."""
+        """Wait until every save is complete and its files are copied to the partners. Raises the exception of a failed
+        save."""
         self._saver.wait()
 
     def close(self) -> None:
@@ -117,8 +118,8 @@ class NodeMemory:
     def find(self, wanted: Callable[[Manifest], bool] = lambda manifest: True) -> Found | None:
         """Return the newest checkpoint of which every file is on some node; None when there is none. Collective.
 
-        Only checkpoints whose manifest is `wanted` count. Call `wait` first: a save in the background uses the same
-        group. Raises CheckpointError when a rank fails.
+        Only checkpoints for whose manifest `wanted` returns True count. Call `wait` first: a save in the background
+        uses the same group. Raises CheckpointError when a rank fails.
         """
         views = run_on_all_ranks(
             self._coordinator, f"looking for checkpoints in {self.directory}", lambda: self._held(wanted)
@@ -139,8 +140,9 @@ class NodeMemory:
         """Copy the manifest of `found`, and those of its files that this node's ranks need, into the node's directory
         where they are missing. Returns the checkpoint's path there.
 
-        `found` is what `find` returned on every rank; `needs` is called with its manifest. Collective; not while a save
-        runs. Raises CheckpointError on every rank when any fails.
+        `found` is what `find` returned on every rank; `needs` is called with its manifest, and returns the names of the
+        files that this rank will read. Collective; not while a save runs. Raises CheckpointError on every rank when any
+        fails.
         """
         what = f"fetching {found.tag} into {self.directory}"
         path = self.directory / found.tag
@@ -165,10 +167,10 @@ class NodeMemory:
                 remove_directory(candidate.path)
 
     def _open_directory(self) -> list[str]:
-        """Make the directory if it is missing, and check it. Returns the node's name and a random token; rank 0's token
-        becomes part of the tags of this run.
+        """Make this node's directory if it is missing, and check that no other user can change it. Returns [the node's
+        name, a random token]; rank 0's token becomes part of the tags of this run.
 
-        Raises CheckpointError, or OSError.
+        Raises CheckpointError when others can change it, or OSError.
         """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(self.directory)
@@ -198,17 +200,16 @@ class NodeMemory:
                     remove_directory(candidate.path)
 
     def _own_files(self, path: Path) -> dict[str, int]:
-        """Return the files that this rank wrote of the checkpoint at `path`, by name, with their sizes in bytes. Raises
-        as `_decode` does.
-        """
+        """Return the files that this rank wrote of the checkpoint at `path`: their sizes in bytes by name. Raises as
+        `_decode` does."""
         prefix = f"rank-{self._coordinator.rank:05d}"
         return {entry.path: entry.nbytes for entry in _decode(path).files if entry.path.startswith(prefix)}
 
     def _held(self, wanted: Callable[[Manifest], bool]) -> dict[str, Any]:
-        """Return by tag [step, sizes of all its files by name, names of those that are here]; empty except on each
-        node's first rank.
+        """Return the complete checkpoints in this node's directory, by tag: [step, sizes of all its files by name,
+        names of the files that are here]. Empty except on each node's first rank.
 
-        Only checkpoints whose manifest is `wanted` are listed.
+        Only checkpoints for whose manifest `wanted` returns True are listed.
         """
         if not self.leads:
             return {}
@@ -223,7 +224,7 @@ class NodeMemory:
         }
 
     def _first_of_nodes(self, present: tuple[int, ...]) -> set[int]:
-        """Return the first rank of every node of which no rank is in `present`."""
+        """Return the first rank of each node, except of nodes that have a rank in `present`."""
         known = {self._nodes[rank] for rank in present}
         return {self._nodes.index(node) for node in self._nodes if node not in known}
 
@@ -236,10 +237,10 @@ class NodeMemory:
             replace_durably(path / MANIFEST_NAME, raw, 0o600)
 
     def _transfers(self, found: Found, wanted: list[list[str]]) -> list[Transfer]:
-        """Return a transfer for each file that a node's ranks will read and it lacks.
+        """Return a transfer for each file that ranks of a node will read and that the node lacks.
 
-        `wanted` has the names by rank. The target is the node's first rank, the source is the holder that sends the
-        fewest bytes so far. Every rank returns the same.
+        `wanted` has, by rank, the names of the files that it will read. The target is the node's first rank, the source
+        is the holder with the fewest bytes to send so far. Every rank returns the same.
         """
         given = [0] * len(self._nodes)
         transfers = []
@@ -269,7 +270,7 @@ def _read_manifest(path: Path) -> bytes:
 
 
 def _present(path: Path, manifest: Manifest) -> list[str]:
-    """Return the names of a checkpoint's files that are in the directory `path` with the size that the manifest gives.
+    """Return the names of those files of `manifest` that are in the directory `path` with the size that it gives.
 
     Raises DamagedError when the directory cannot be opened, OSError for what is no regular file.
     """
@@ -285,8 +286,8 @@ def _present(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _require_own(directory: Path, status: os.stat_result) -> None:
-    """Raise CheckpointError unless `directory`, of which `status` is the `lstat`, is this user's own and nobody else
-    can write into it."""
+    """Raise CheckpointError unless `directory` belongs to this user, is a directory and no link, and nobody else can
+    write into it; `status` is its `lstat`."""
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise CheckpointError(
             f"{directory}: expected a directory of this user that nobody else can write, got mode "
@@ -306,9 +307,10 @@ def _require_unmovable(directory: Path, above: Path) -> None:
 
 
 def partners(nodes: list[str]) -> list[int]:
-    """Return by rank the rank that keeps a copy of its files; `nodes` names the node of each rank.
+    """Return, by rank, the rank that keeps a copy of its files; `nodes` has the name of each rank's node.
 
-    It is the rank of the same number on the next node, modulo that node's ranks; on a single node, the rank itself.
+    If a rank is number n on its node, its partner is number n, modulo the number of ranks there, on the next node. On a
+    single node every rank is its own partner.
     """
     members: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):

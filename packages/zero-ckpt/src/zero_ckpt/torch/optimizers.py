@@ -21,9 +21,10 @@ _IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "
 def named_parameters(
     optimizer: torch.optim.Optimizer, names: dict[int, str], key: str, stored: Sequence[Sequence[str]] = ()
 ) -> list[list[tuple[str, Any]]]:
-    """Return (name, parameter) of each parameter, per group; `names` has names by `id` of the parameter.
+    """Return, for each param group of an optimizer, its parameters as (name, parameter). `names` has the names of the
+    modules' parameters by `id`.
 
-    A parameter of no known module is named by its position: as in `stored`, a checkpoint's names per group, when the
+    A parameter that is in no module is named by its position: as in `stored`, a checkpoint's names per group, when the
     group has as many members there, and otherwise `<key>.<group>.<position>`.
     """
     found = []
@@ -38,7 +39,7 @@ def named_parameters(
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str], key: str
 ) -> tuple[dict[str, Any], list[tuple[str, str, torch.Tensor]]]:
-    """Return the plain part of an optimizer's state, and its tensors as (parameter name, kind, tensor).
+    """Return (plain part of an optimizer's state, its tensors as (parameter name, kind, tensor)).
 
     The tensors are the optimizer's own, not copies. `names` and `key` are those of `named_parameters`. The plain part
     is `{"$optimizer": {"groups": ..., "state": ...}}`: options and parameter names per group, and by parameter name the
@@ -64,8 +65,8 @@ def describe_optimizer(
 
 
 def _inline_scalars(value: Any, tensors: dict[str, Any]) -> Any:
-    """Return encoded data with each tensor, a `{"$tensor": name}`, replaced by `{"$scalar": its value}` from
-    `tensors`."""
+    """Return data of `tree.encode` with each tensor's place, `{"$tensor": name}`, replaced by `{"$scalar": value}`;
+    `tensors` has the values by name."""
     if isinstance(value, dict) and "$tensor" in value:
         return {"$scalar": tensors[value["$tensor"]]}
     if isinstance(value, dict):
@@ -74,9 +75,10 @@ def _inline_scalars(value: Any, tensors: dict[str, Any]) -> Any:
 
 
 class OptimizerLoader:
-    """Fills one optimizer from a checkpoint that this package or a ZeRO engine wrote.
+    """Fills `optimizer` from a checkpoint that this package or a ZeRO engine wrote: call `request`, run the filler,
+    then `commit`.
 
-    `names` has parameter names by `id`; `key` is the optimizer's in the state, and `described` what
+    `names` has parameter names by `id`; `key` is the optimizer's key in the state, and `described` is what
     `describe_optimizer` stored for it, None if nothing.
     """
 
@@ -98,20 +100,22 @@ class OptimizerLoader:
         return self._described is not None or isinstance(self._plain_groups, list)
 
     def kinds_of(self, name: str, by_name: dict[str, list[str]]) -> Iterable[str]:
-        """Return the kinds of state that a parameter has in the checkpoint and that belong to this optimizer.
+        """Return the kinds of state that the checkpoint holds of the parameter `name` and that belong to this
+        optimizer.
 
-        `by_name` lists all optimizer kinds of the checkpoint by parameter name.
+        `by_name` lists the kinds of all optimizers' states in the checkpoint, by parameter name.
         """
         if self._described is None:
             return by_name.get(name, [])
         return self._described["state"].get(name, {}).get("kinds", [])  # type: ignore[no-any-return]
 
     def request(self, filler: Filler, by_name: dict[str, list[str]], found: list[tuple[str, str]]) -> list[str]:
-        """Create or reuse state tensors and request their values from `filler`, appending each (name, kind) to `found`.
+        """Create or reuse state tensors, request their values from `filler`, and append the (name, kind) of each to
+        `found`. Returns the names of parameters that the checkpoint does not know.
 
-        `by_name` lists the optimizer kinds in the checkpoint by parameter name. Returns the names of parameters that
-        the checkpoint does not know. The optimizer changes in `commit` only, apart from reused tensors, which `filler`
-        fills. Raises MismatchError when the param groups cannot be matched.
+        `by_name` lists the kinds of optimizer state in the checkpoint, by parameter name. The optimizer is changed by
+        `commit` only, apart from reused tensors, which `filler` fills. Raises MismatchError when the param groups
+        cannot be matched.
         """
         unknown = []
         self._read_hyperparameters()
@@ -144,15 +148,15 @@ class OptimizerLoader:
                 options[name] = value
 
     def _was_saved(self, name: str, by_name: dict[str, list[str]]) -> bool:
-        """Return whether the saved optimizer had a parameter of which the checkpoint has no state, as it never had a
-        gradient.
-        """
+        """Return whether parameter `name` was in the saved optimizer, though perhaps without state, as it had no
+        gradient yet. `by_name` lists the kinds of optimizer state in the checkpoint, by parameter name."""
         if self._described is not None:
             return name in self._described["state"]
         return bool(by_name) and any((name, kind) in self._checkpoint.tensors for kind in MODEL_KINDS)
 
     def _read_hyperparameters(self) -> None:
-        """Read the options of the optimizer's param groups for `commit`; does nothing where the checkpoint holds none.
+        """Read the stored options of the optimizer's param groups, for `commit` to set; does nothing where the
+        checkpoint holds none.
 
         Raises MismatchError for another number of groups.
         """
@@ -174,28 +178,29 @@ class OptimizerLoader:
 
 
 class _Scalar(NamedTuple):
-    """A stored number for an option that is a tensor, which keeps its identity."""
+    """A stored number for an option that the optimizer holds as a tensor; the number is written into that tensor."""
 
     number: float
 
 
 def _matching_options(stored: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of an engine's stored options that the param group `options` has too, without those that say how the
-    optimizer computes (`foreach`, `fused`, …); lists are marked as tuples."""
+    """Return those options of a param group that a ZeRO engine `stored` and that `options`, the group's own, have too.
+    Options that say how the optimizer computes (`foreach`, `fused`, …) are left out; lists are marked as tuples."""
     known = {key: value for key, value in stored.items() if key in options and key not in _IMPLEMENTATION}
     return {key: {"$tuple": value} if isinstance(value, list) else value for key, value in known.items()}
 
 
 def _refuse_tensor(name: str) -> torch.Tensor:
-    """Raise MismatchError naming the tensor: a `read` function for `decode` where there must be no tensors."""
+    """Raise MismatchError naming the tensor `name`: the `read` function of `decode` for data that must hold no tensors.
+    """
     raise MismatchError(f"a param group cannot hold the tensor {name!r}")
 
 
 def _state_tensor(
     old: Any, parameter: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: str, group: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the tensor to fill: `old` when it is a tensor of that shape and dtype, otherwise a new one on the device
-    where the optimizer expects it.
+    """Return the tensor to fill with a parameter's state `kind`: `old` if that is a tensor of this shape and dtype,
+    otherwise a new one on the device where the optimizer expects it.
 
     That is the parameter's device, but the CPU for a `step`, unless the param `group` is capturable or fused. `dtype`
     is a safetensors name.

@@ -12,9 +12,10 @@ from .buffers import tensor_buffer
 
 
 class RngState:
-    """The states of Python's, NumPy's (when imported), torch's CPU and the accelerators' generators of this process.
+    """The random number generators of this process: Python's, NumPy's (when imported), torch's for the CPU and for the
+    accelerators.
 
-    Put one into the dict that `save` and `load` take: every rank keeps its own.
+    Put one into the dict that `save` and `load` take: every rank keeps its own states.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -34,7 +35,8 @@ class RngState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set every generator of this process that the state holds; one that is not available here is left as it is."""
+        """Set every generator of this process of which `state_dict` has a state; states of generators that this process
+        lacks are ignored."""
         version, words, gauss = state_dict["python"]
         random.setstate((version, tuple(words), gauss))
         torch.set_rng_state(torch.frombuffer(bytearray(state_dict["torch"]), dtype=torch.uint8))

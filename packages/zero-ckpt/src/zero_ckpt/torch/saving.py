@@ -78,9 +78,10 @@ def save(
 
 
 class Parts:
-    """The values of a state, sorted by type: `modules` by key, and `names` of their tensors by `id`.
+    """The values of a `state` given to `save` or `load`, sorted by type: `modules` has the modules by key of the state,
+    and `names` maps the `id` of their tensors to names.
 
-    With one module, its tensors have its own names; with several, `<key>.` begins each.
+    A module's tensors have the module's own names; if there are several modules, `<key>.` is put before them.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -101,8 +102,8 @@ class Parts:
     def describe(
         self, exclude_frozen: bool
     ) -> tuple[list[tuple[str, str, torch.Tensor]], dict[str, Any], dict[str, Any]]:
-        """Return tensors as (name, kind, tensor), the plain data that is stored once, and the plain data of this rank,
-        both by key.
+        """Return (tensors as (name, kind, tensor), the plain data that is stored once, the plain data of this rank);
+        both plain data by key of the state.
 
         `exclude_frozen` leaves out parameters that need no gradient. Tensors in the state of stateful objects are named
         by their path. Raises NotPlainDataError for a value that is neither tensor nor plain data.
@@ -132,7 +133,7 @@ class Parts:
 
 
 def _state_or_value(value: Any) -> Any:
-    """Return the state dict of a stateful object, or any other value itself."""
+    """Return the state dict of `value` if it is a stateful object, else `value` itself."""
     return value.state_dict() if isinstance(value, Stateful) else value
 
 
@@ -142,11 +143,11 @@ def _generator_state(value: RngState | torch.Generator) -> Any:
 
 
 def _intervals(tensors: Iterable[tuple[str, str, torch.Tensor]]) -> Iterable[Interval]:
-    """Yield the intervals of this rank's parts of tensors, given as (name, kind, tensor); their memory is used, not
-    copied.
+    """Yield the intervals of this rank's parts of `tensors`, (name, kind, tensor) each; they use the tensors' memory
+    without a copy where that is possible.
 
-    A rank that holds no element of a tensor yields nothing for it, unless the tensor is empty. Raises CheckpointError
-    for a dtype or placement that cannot be stored.
+    Nothing is yielded for a tensor of which this rank holds no element, unless the tensor is empty. Raises
+    CheckpointError for a dtype or placement that cannot be stored.
     """
     stager = Stager()
     for name, kind, tensor in tensors:

@@ -1,5 +1,5 @@
-"""Kinds (names) of values in an optimizer's state; ``history.list.0`` is the first value in the list ``history``, and
-``buffer.state`` the state ``buffer`` (see `zero_ckpt.types.state_kind`)."""
+"""Kinds, the names under which a checkpoint stores the values of an optimizer's state; ``history.list.0`` is the first
+value in the list ``history``, and ``buffer.state`` the state ``buffer`` (see `zero_ckpt.types.state_kind`)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ _SINGLE = frozenset([torch.Tensor, bool, int, float])
 
 
 def by_kind(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of one parameter's state by kind; lists and tuples are flattened, None in them left out."""
+    """Return the values in ``state``, one parameter's optimizer state, by kind. Each value in a list or tuple gets a
+    kind of its own; None in lists and tuples is left out."""
     if _SINGLE.issuperset(map(type, state.values())):
         return {state_kind(str(key)): kept for key, kept in state.items()}
     return {state_kind(kind): value for key, kept in state.items() for kind, value in _flattened(str(key), kept)}
 
 
 def with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state whose values `by_kind` returned: its inverse, with a list for every list or tuple."""
+    """Return the optimizer state of a parameter, by key, from its values by kind: the inverse of `by_kind`, with a list
+    for every list or tuple."""
     state: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = {}
     for kind, value in values.items():
@@ -46,7 +48,7 @@ def unsavable(states: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _flattened(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (kind, value) of the values in ``value``, itself if it is no list or tuple."""
+    """Yield (kind, value) for ``value`` under ``kind``, or, if it is a list or tuple, for each value in it."""
     if isinstance(value, (list, tuple)):
         for number, one in enumerate(value):
             yield from _flattened(f"{kind}.list.{number}", one)

@@ -1,4 +1,4 @@
-"""Copy files of a directory between ranks that have directories of their own."""
+"""Copy files of a directory between ranks that have directories of their own, in chunks of 4 MiB."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Transfer:
 
 
 def exchange(directory: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup) -> None:
-    """Copy files between the ranks' own directories; collective, with the same transfers in the same order on every
+    """Copy files between the ranks' own directories; collective, with the same `transfers` in the same order on every
     rank.
 
-    `directory` is this rank's; it has the files of which it is a source, and gets those of which it is a target. A file
-    appears under its name when all its bytes have arrived. A rank has at most 8 transfers of 4 MiB in memory at a time.
-    Links are not followed, and only regular files are read. A rank that cannot read or write a file raises OSError or
-    DamagedError naming it after all transfers, so that no other rank waits for it. Raises CheckpointError on every
-    rank, before anything moves, for a name that no rank's file has.
+    `directory` is this rank's: it has the files of which the rank is a source, and gets those of which it is a target.
+    A file appears under its name when all its bytes have arrived. A rank has at most 8 transfers of 4 MiB in memory at
+    a time. Links are not followed, and only regular files are read. A rank that cannot read or write a file raises
+    OSError or DamagedError naming it after all transfers, so that no other rank waits for it. Raises CheckpointError on
+    every rank, before anything moves, for a name that no rank's file has.
     """
     for transfer in transfers:
         if not is_data_file(transfer.name):
@@ -73,10 +73,12 @@ def batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
 def _move_batch(
     transfers: Sequence[Transfer], directory: Path, rank: int, group: dist.ProcessGroup, failures: list[Exception]
 ) -> None:
-    """Move the chunks of one batch side by side, then send whether the source could read them all. Every rank calls it
-    for the same batches in the same order; a source that cannot read sends zeros, so that no rank waits.
+    """Send and receive the chunks of one batch of transfers side by side; at the end each source sends whether it could
+    read all of its file. A source that cannot read sends zeros, so that no rank waits.
 
-    `transfers` are those of this rank, `rank`. Errors are appended to `failures`; a file with an error does not appear.
+    `transfers` are the batch's transfers of which `rank`, this rank, is source or target; every rank calls this for the
+    same batches in the same order. Errors are appended to `failures`; a file with an error does not appear in
+    `directory`.
     """
     files = {t.name: _Incoming(directory, t.name, failures) for t in transfers if t.target == rank}
     readable = {t.name: torch.ones(1, dtype=torch.uint8) for t in transfers}
@@ -116,9 +118,9 @@ def _move_batch(
 
 
 class _Incoming:
-    """A file that arrives in chunks; after an error, which is appended to `failures`, it does not appear.
+    """A file `name` of `directory` that arrives in chunks, called `.arriving-<name>` until it is complete.
 
-    It is called `.arriving-<name>` until it is complete.
+    After an error, which is appended to `failures`, the file does not appear.
     """
 
     def __init__(self, directory: Path, name: str, failures: list[Exception]) -> None:
@@ -141,7 +143,7 @@ class _Incoming:
             self._fail(error)
 
     def close(self, complete: bool) -> None:
-        """Rename the complete file to its name, or remove it if it is not `complete`; does nothing after an error."""
+        """Give the file its name if it is `complete`, else remove it; does nothing after an error."""
         if self._file is None:
             return
         try:
@@ -154,7 +156,7 @@ class _Incoming:
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        """Note an error and remove the partial file, if that is possible."""
+        """Append an error to `failures` and remove the partial file, if that is possible."""
         self._failures.append(error)
         self._file = None
         with suppress(OSError):

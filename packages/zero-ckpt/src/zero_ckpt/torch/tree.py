@@ -14,8 +14,8 @@ _TENSOR, _MAP, _TUPLE = "$tensor", "$map", "$tuple"
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` as plain data in which each tensor is replaced by `{"$tensor": name}`: its path, which begins with
-    `path`.
+    """Return `value` as plain data in which each tensor is replaced by `{"$tensor": name}`; the name is the tensor's
+    path in `value`, which begins with `path`.
 
     The tensors, detached, are added to `tensors` by name. Tuples, and dicts with keys that are no plain strings, are
     marked, so that `decode` restores them. Raises NotPlainDataError with the path of what is neither a tensor nor plain
@@ -36,8 +36,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _encode_key(key: Any, path: str) -> Any:
-    """Return a key of the dict at `path` as plain data. Raises NotPlainDataError, also for a key with a tensor in it:
-    what is loaded would be another tensor, and so another key."""
+    """Return a key of the dict at `path` as plain data. Raises NotPlainDataError for what is not plain data and for a
+    key with a tensor in it: loading would make another tensor, and so another key."""
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(key, f"{path} key", tensors)
     if tensors:
@@ -50,9 +50,10 @@ def _encode_key(key: Any, path: str) -> Any:
 
 
 def decode(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
-    """Return the value that `encode` was given; `read` returns the tensor of a name.
+    """Return the value that `encode` has encoded as `value`; `read` is called with the name of each tensor and returns
+    the tensor.
 
-    Raises DamagedError for an unknown marker, and what `read` raises.
+    Raises DamagedError for an unknown marker, and the exceptions of `read`.
     """
     if isinstance(value, list):
         return [decode(item, read) for item in value]
