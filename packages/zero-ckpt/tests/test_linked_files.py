@@ -111,7 +111,9 @@ def test_conversion_reads_linked_files(tmp_path: Path, tensors: dict[str, bytes]
 
 
 @pytest.mark.parametrize("command", ["verify", "repair"])
-def test_the_progress_bar_ends_at_its_total(tmp_path: Path, command: str) -> None:
+def test_the_progress_bar_ends_at_its_total(
+    tmp_path: Path, command: str, read_terminal: Callable[[int], bytes]
+) -> None:
     extents = sealed(tmp_path / "g1.extents", {"v": bytes(3_000_000)})
     plain = Interval("p", "param", (1_000_000,), "U8", 0, bytes(1_000_000))
     save_sharded(tmp_path / "run", "t", [*extents, plain], step=1)
@@ -120,20 +122,9 @@ def test_the_progress_bar_ends_at_its_total(tmp_path: Path, command: str) -> Non
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     done = subprocess.run(program, stderr=stderr, stdout=subprocess.DEVNULL, env=environment)
     os.close(stderr)
-    shown = b""
-    while chunk := _read_terminal(terminal):
-        shown += chunk
-    os.close(terminal)
+    shown = read_terminal(terminal)
     counts = re.findall(rb"([\d.,]+)/([\d.,]+) MB", re.sub(rb"\x1b\[[\d;?]*[A-Za-z]", b"", shown))
     assert done.returncode == 0 and counts[-1] == (b"4.0", b"4.0"), shown
-
-
-def _read_terminal(fd: int) -> bytes:
-    try:
-        return os.read(fd, 4096)
-    except OSError as error:  # Linux reports the end of a terminal so
-        assert error.errno == errno.EIO
-        return b""
 
 
 @pytest.mark.usefixtures("no_link")

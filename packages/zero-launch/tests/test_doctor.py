@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,19 +64,15 @@ def test_a_command_says_when_its_working_directory_no_longer_exists(
 
 
 @pytest.mark.parametrize(("words", "bar"), [(["--local"], "this machine"), (["--hostfile", "hosts"], "2/2")])
-def test_a_terminal_shows_that_hosts_are_examined(words: list[str], bar: str, tmp_path: Path) -> None:
+def test_a_terminal_shows_that_hosts_are_examined(
+    words: list[str], bar: str, tmp_path: Path, read_terminal: Callable[[int], bytes]
+) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     command = [sys.executable, "-m", "zero_launch", "doctor", "--launcher", "local", *words]
     ours, theirs = os.openpty()
     job = subprocess.Popen(command, cwd=tmp_path, stderr=theirs, stdout=subprocess.PIPE, text=True)
     os.close(theirs)
-    shown = bytearray()
-    try:
-        while piece := os.read(ours, 1 << 16):
-            shown += piece
-    except OSError:  # the end of a terminal
-        pass
-    os.close(ours)
+    shown = read_terminal(ours)
     printed, _ = job.communicate()
     assert bar in shown.decode(), shown
     assert "hosts of the job" in printed and "\x1b" not in printed

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -153,53 +154,54 @@ def test_the_command_is_installed() -> None:
     assert all(command in done.stdout for command in ("probe", "bench", "tune", "cp"))
 
 
-def on_a_terminal(folder: Path, *words: str, stdout: int | None = None) -> str:
-    """Run the command with a terminal as standard error, and as standard output without ``stdout``; return what the
-    terminal got."""
-    ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "zero_nvme_aio.cli", *words]
-    environment = {**os.environ, "COLUMNS": "100", "XDG_CACHE_HOME": str(folder)}
-    job = subprocess.Popen(
-        command, cwd=folder, env=environment, stderr=theirs, stdout=theirs if stdout is None else stdout
-    )
-    os.close(theirs)
-    shown = bytearray()
-    try:
-        while piece := os.read(ours, 1 << 16):
-            shown += piece
-    except OSError:  # the end of a terminal
-        pass
-    os.close(ours)
-    assert job.wait() == 0, shown
-    return shown.decode()
+@pytest.fixture
+def on_a_terminal(tmp_path: Path, read_terminal: Callable[[int], bytes]) -> Callable[..., str]:
+    """Return a function that runs the command in the test's folder with a terminal as standard error, and as standard
+    output without ``stdout``, and returns what the terminal got."""
+
+    def run(*words: str, stdout: int | None = None) -> str:
+        ours, theirs = os.openpty()
+        command = [sys.executable, "-m", "zero_nvme_aio.cli", *words]
+        environment = {**os.environ, "COLUMNS": "100", "XDG_CACHE_HOME": str(tmp_path)}
+        job = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stderr=theirs, stdout=theirs if stdout is None else stdout
+        )
+        os.close(theirs)
+        shown = read_terminal(ours)
+        assert job.wait() == 0, shown
+        return shown.decode()
+
+    return run
 
 
-def test_cp_shows_progress_on_a_terminal_alone(tmp_path: Path) -> None:
+def test_cp_shows_progress_on_a_terminal_alone(tmp_path: Path, on_a_terminal: Callable[..., str]) -> None:
     (tmp_path / "weights").write_bytes(bytes(40 << 20))
     words = ["cp", "--verify", "weights", "copy"]
     command = [sys.executable, "-m", "zero_nvme_aio.cli", *words]
     quiet = subprocess.run(command, cwd=tmp_path, capture_output=True)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, b"", b"")
-    text = on_a_terminal(tmp_path, *words)
+    text = on_a_terminal(*words)
     assert "cp weights" in text and "83.9/83.9 MB" in text, text
 
 
 TUNE = ("tune", "--path", ".", "--size", "1M", "--dry-run")
 
 
-def test_measurements_show_progress_on_a_terminal(tmp_path: Path) -> None:
+def test_measurements_show_progress_on_a_terminal(on_a_terminal: Callable[..., str]) -> None:
     pytest.importorskip("rich")
-    text = on_a_terminal(tmp_path, *TUNE)
+    text = on_a_terminal(*TUNE)
     lines = [line.rpartition("\x1b[2K")[2].rstrip() for line in text.splitlines()]
     assert "24/24" in text and sum(line.startswith("block ") for line in lines) == 24, text
     bench = ["bench", "--path", ".", "--size", "1M", "--block", "64K", "256K", "--repeat", "1", "--no-fio"]
-    assert "8/8" in on_a_terminal(tmp_path, *bench)
+    assert "8/8" in on_a_terminal(*bench)
 
 
-def test_a_file_gets_the_lines_of_tune_and_the_terminal_only_the_bar(tmp_path: Path) -> None:
+def test_a_file_gets_the_lines_of_tune_and_the_terminal_only_the_bar(
+    tmp_path: Path, on_a_terminal: Callable[..., str]
+) -> None:
     pytest.importorskip("rich")
     with (tmp_path / "lines").open("wb") as lines:
-        text = on_a_terminal(tmp_path, *TUNE, stdout=lines.fileno())
+        text = on_a_terminal(*TUNE, stdout=lines.fileno())
     written = (tmp_path / "lines").read_text()
     assert "24/24" in text and "GB/s" not in text, text
     assert written.count("block ") == 24 and "best: " in written and "\x1b" not in written

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,25 +43,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def on_a_terminal(command: list[str], folder: Path) -> tuple[int, bytes, bytes]:
-    """Return the exit status and standard output of a command, and what its standard error, a terminal, shows."""
+@pytest.mark.parametrize("title", COMMANDS)
+def test_a_terminal_shows_what_runs_and_a_pipe_does_not(
+    folder: Path, title: str, read_terminal: Callable[[int], bytes]
+) -> None:
+    command = [sys.executable, "-m", "zero_plan", *COMMANDS[title]]
+    quiet = subprocess.run(command, cwd=folder, capture_output=True)
+    assert title.encode() not in quiet.stderr, quiet.stderr
     ours, theirs = os.openpty()
     with (folder / "output").open("wb") as output:
         job = subprocess.Popen(command, cwd=folder, stderr=theirs, stdout=output)
     os.close(theirs)
-    shown = b""
-    with contextlib.suppress(OSError):  # the other end is closed
-        while chunk := os.read(ours, 1 << 16):
-            shown += chunk
-    os.close(ours)
-    return job.wait(), (folder / "output").read_bytes(), shown
-
-
-@pytest.mark.parametrize("title", COMMANDS)
-def test_a_terminal_shows_what_runs_and_a_pipe_does_not(folder: Path, title: str) -> None:
-    command = [sys.executable, "-m", "zero_plan", *COMMANDS[title]]
-    quiet = subprocess.run(command, cwd=folder, capture_output=True)
-    assert title.encode() not in quiet.stderr, quiet.stderr
-    status, output, text = on_a_terminal(command, folder)
+    text = read_terminal(ours)
+    status = job.wait()
     assert status == quiet.returncode and status in (0, 1) and title.encode() in text, (quiet.stderr, text)
-    assert output == quiet.stdout
+    assert (folder / "output").read_bytes() == quiet.stdout
