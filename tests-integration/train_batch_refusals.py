@@ -13,6 +13,22 @@ from torch.utils.checkpoint import checkpoint
 from train_batch_runs import Block, Net, arguments, batches, llama
 
 
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+class Constant(Net):
+    """Gives each block a constant as its scale."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return next_token_loss(self.head(self.run_blocks(self.embed(ids))), ids)
+
+    def run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = hidden + block(hidden, scale=torch.ones(()))
+        return hidden
+
+
 class Cut(Net):
     """Leaves its last block out for short inputs."""
 
@@ -20,10 +36,10 @@ class Cut(Net):
         hidden = self.embed(ids)
         for block in self.blocks[: 3 if ids.shape[1] > 4 else 2]:
             hidden = hidden + block(hidden, torch.ones(()))
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+        return next_token_loss(self.head(hidden), ids)
 
 
-class Offset(Net):
+class Offset(Constant):
     """Uses a parameter of its own between its blocks."""
 
     def __init__(self) -> None:
@@ -31,20 +47,14 @@ class Offset(Net):
         self.offset = nn.Parameter(torch.ones(12))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(ids) + self.offset
-        for block in self.blocks:
-            hidden = hidden + block(hidden, torch.ones(()))
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+        return next_token_loss(self.head(self.run_blocks(self.embed(ids) + self.offset)), ids)
 
 
-class Functional(Net):
+class Functional(Constant):
     """Computes with a block's weight outside of the block, as with a tied head without a module."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(ids)
-        for block in self.blocks:
-            hidden = hidden + block(hidden, torch.ones(()))
-        return F.cross_entropy(F.linear(hidden, self.embed.weight).flatten(0, 1), ids.roll(1, 1).flatten())
+        return next_token_loss(F.linear(self.run_blocks(self.embed(ids)), self.embed.weight), ids)
 
 
 class Kept(Block):
@@ -65,7 +75,7 @@ class Listed(Net):
         kept: list[torch.Tensor] = []
         for block in self.blocks:
             hidden = hidden + block(hidden, kept)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+        return next_token_loss(self.head(hidden), ids)
 
 
 class Recomputed(Net):
@@ -77,7 +87,7 @@ class Recomputed(Net):
         hidden = self.embed(ids)
         for block in self.blocks:
             hidden = hidden + checkpoint(block, hidden, torch.ones(()), use_reentrant=self.reentrant)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+        return next_token_loss(self.head(hidden), ids)
 
 
 class RecomputedByNesting(Recomputed):
@@ -140,7 +150,7 @@ class Of(Net):
         for block in self.blocks:
             found = block(hidden)
             hidden = hidden + (found.hidden if isinstance(found, Output) else found)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+        return next_token_loss(self.head(hidden), ids)
 
 
 class Writing(Block):
@@ -169,18 +179,12 @@ class Shifting(nn.Module):
         return 2 * x + self.shift
 
 
-class OfWriting(Net):
+class OfWriting(Constant):
     kind: type[Block] = Writing
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(self.kind() for _ in range(2))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.embed(ids)
-        for block in self.blocks:
-            hidden = hidden + block(hidden, scale=torch.ones(()))
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
 
 
 class OfCounted(OfWriting):
@@ -198,7 +202,7 @@ class Overwriting(Net):
         hidden: torch.Tensor = self.embed(ids)
         for block in self.blocks:
             hidden += block(hidden)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+        return next_token_loss(self.head(hidden), ids)
 
 
 class OfCounting(Of):
@@ -220,7 +224,7 @@ class Differentiating(Net):
         hidden = self.embed(ids)
         found = hidden + self.blocks[0](hidden, torch.ones(()))
         (slope,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
-        return F.cross_entropy(self.head(found + slope).flatten(0, 1), ids.roll(1, 1).flatten())
+        return next_token_loss(self.head(found + slope), ids)
 
 
 def equal(_model: nn.Module, _rank: int) -> list[torch.Tensor]:
