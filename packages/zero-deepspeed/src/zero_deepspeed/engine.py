@@ -7,36 +7,28 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from zero_ckpt import save_sharded
-from zero_core.delegation import Delegated
 from zero_core.engine import Engine
 from zero_core.errors import UsageError
-from zero_core.state import TrainingState
 from zero_partition import register_unless_wrapper
 from zero_partition.micro_batches import LossOf, loss_in
 from zero_precision import DynamicLossScale
-from zero_settings import Config
 
-from . import VERSION
-from .checkpoint_format import DeepSpeedWriter
 from .checkpoint_places import agreed_place, newest
-from .client_state import from_plain, to_plain
+from .client_state import from_plain
 from .communication import get_world_group
+from .delegated_names import DelegatedNames
 from .errors import UnsupportedError
 from .getters import GETTERS, REFUSED, refuse
 from .offload import ParameterOffload
 from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from .parameters import add_names, remove_names
-from .state_files import state_files
 from .whole_steps import WholeSteps
 
 logger = logging.getLogger("DeepSpeed")
@@ -46,10 +38,10 @@ class StageError(UsageError, AssertionError):
     """A call is not allowed at the engine's stage; also an AssertionError, which DeepSpeed raises there."""
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(DelegatedNames):
     """An `Engine` by DeepSpeed's names, and with DeepSpeed's semantics where they differ.
 
-    Names with the same meaning (`Delegated`) are those of the `Engine` that it holds, ``core``. ``optimizer`` is a
+    Names with the same meaning are those of the `Engine` that it holds, ``core`` (`DelegatedNames`). ``optimizer`` is a
     `ZeROOptimizer` (at stage 3 without an optimizer a `ParameterOffload`, at stage 0 in float32 the torch optimizer
     itself), and parameters at stage 3 have DeepSpeed's attributes (`ZeroParameter`). Any other attribute is one of
     `GETTERS`, or is looked up in the model.
@@ -62,75 +54,7 @@ class DeepSpeedEngine(nn.Module):
         inside_no_sync_ctxt: whether a block of `no_sync` or `coalesce_grad_reduction` is open.
     """
 
-    zero_engine: Engine
-    module: nn.Module
-
     register_forward_pre_hook = register_unless_wrapper
-    scale = Delegated[Any]("zero_engine")
-    is_gradient_accumulation_boundary = Delegated[Any]("zero_engine")
-    set_gradient_accumulation_boundary = Delegated[Any]("zero_engine")
-    synced = Delegated[Any]("zero_engine")
-    zero_grad = Delegated[Any]("zero_engine")
-    clip_grad_norm_ = Delegated[Any]("zero_engine")
-    compile = Delegated[Any]("zero_engine")
-    data_loader = Delegated[Any]("zero_engine")
-    deepspeed_io = Delegated[Any]("zero_engine", "data_loader")
-    virtual_rank = Delegated[Any]("zero_engine")
-    resume = Delegated[Any]("zero_engine")
-    offload_states = Delegated[Any]("zero_engine")
-    reload_states = Delegated[Any]("zero_engine")
-    gathered = Delegated[Any]("zero_engine")
-    full_param = Delegated[Any]("zero_engine")
-    full_weights = Delegated[Any]("zero_engine")
-    iter_full_weights = Delegated[Any]("zero_engine")
-    full_grad = Delegated[Any]("zero_engine")
-    full_state = Delegated[Any]("zero_engine")
-    set_full_param = Delegated[Any]("zero_engine")
-    set_full_grad = Delegated[Any]("zero_engine")
-    set_full_state = Delegated[Any]("zero_engine")
-    consolidated_state_dict = Delegated[Any]("zero_engine")
-    _consolidated_16bit_state_dict = Delegated[Any]("zero_engine", "consolidated_state_dict")
-    _zero3_consolidated_16bit_state_dict = Delegated[Any]("zero_engine", "consolidated_state_dict")
-    train_batch_size = Delegated[Any]("zero_engine")
-    train_micro_batch_size_per_gpu = Delegated[Any]("zero_engine")
-    gradient_accumulation_steps = Delegated[Any]("zero_engine")
-    set_train_batch_size = Delegated[Any]("zero_engine")
-    set_train_micro_batch_size = Delegated[Any]("zero_engine.training_state.sizes", "set_micro")
-    get_lr = Delegated[Any]("zero_engine")
-    loss_scale = Delegated[Any]("zero_engine")
-    zero_optimization_stage = Delegated[Any]("zero_engine")
-    config_report = Delegated[Any]("zero_engine")
-    memory_report = Delegated[Any]("zero_engine")
-    memory_table = Delegated[Any]("zero_engine")
-    communication_table = Delegated[Any]("zero_engine")
-    report = Delegated[Any]("zero_engine")
-    lr_scheduler = Delegated[Any]("zero_engine")
-    training_dataloader = Delegated[Any]("zero_engine")
-    global_steps = Delegated[int]("zero_engine")
-    micro_steps = Delegated[int]("zero_engine")
-    skipped_steps = Delegated[int]("zero_engine")
-    global_samples = Delegated[int]("zero_engine")
-    monitor = Delegated[Any]("zero_engine")
-    instruments = Delegated[Any]("zero_engine")
-    checkpointing = Delegated[Any]("zero_engine")
-    observer = Delegated[Any]("zero_engine")
-    audit = Delegated[Any]("zero_engine")
-    offloading = Delegated[Any]("zero_engine")
-    ledger = Delegated[Any]("zero_engine")
-    load_report = Delegated[Any]("zero_engine")
-    model_part = Delegated[Any]("zero_engine")
-    partition = Delegated[Any]("zero_engine")
-    device = Delegated[torch.device]("zero_engine")
-    resolved_config = Delegated[Config]("zero_engine")
-    sharded_optimizer = Delegated[Any]("zero_engine")
-    basic_optimizer = Delegated[Any]("zero_engine", "optimizer")
-    is_compiled = Delegated[bool]("zero_engine")
-    compiled_modules = Delegated[Any]("zero_engine")
-    global_rank = Delegated[int]("zero_engine.partition", "data_rank")
-    world_size = Delegated[int]("zero_engine.partition", "data_world_size")
-    seq_dp_world_size = Delegated[int]("zero_engine.partition", "data_world_size")
-    dp_world_size = Delegated[int]("zero_engine.training_state.sizes", "ranks")
-    sequence_parallel_size = Delegated[int]("zero_engine.model_part.place", "sequence_size")
 
     def __init__(self, core: Engine, config: dict[str, Any], mpu: Any = None) -> None:
         super().__init__()
@@ -428,31 +352,3 @@ class DeepSpeedEngine(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
-
-
-class CheckpointNames:
-    """The additions to a checkpoint for scripts of DeepSpeed, as a `zero_core.checkpoint.Dialect`.
-
-    ``config``: the configuration as the user gave it.
-    """
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._config = config
-
-    def writer(self, state: TrainingState) -> Callable[..., Path]:
-        """Return the function that writes the format that the configuration names. Raises `UsageError` for what that
-        cannot hold."""
-        return save_sharded if state.config.checkpoint.format == "native" else DeepSpeedWriter(state, self._config)
-
-    def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given``, the user's client state, with the current ``ds_version`` unless it has one, as plain
-        data."""
-        plain: dict[str, Any] = to_plain({"ds_version": VERSION, **given})
-        return plain
-
-    def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
-        """Return name -> content of the files of `state_files`; ``client_state`` is what
-        the method of that name returned. None in DeepSpeed's format, whose files have these names."""
-        if state.config.checkpoint.format == "deepspeed":
-            return {}
-        return state_files(state, self._config, from_plain(client_state))

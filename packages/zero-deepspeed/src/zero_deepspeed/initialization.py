@@ -16,9 +16,10 @@ from zero_partition import owner_of
 
 from . import VERSION
 from .accelerator import compute_device
+from .checkpoint_dialect import CheckpointNames
 from .communication import init_distributed
 from .construction import init_suspended
-from .engine import CheckpointNames, DeepSpeedEngine
+from .engine import DeepSpeedEngine
 from .errors import UnsupportedError
 from .leaf_modules import mark_configured_leaves
 from .sequence import mpu_for, sequence_size
