@@ -6,7 +6,6 @@ it offers for extension: the start / monitor / shutdown steps of an agent, and a
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
@@ -28,7 +27,7 @@ from zero_launch.repeated_failures import RepeatedFailures
 from zero_launch.report import LaunchError, RankFailure, read_end_file, read_error_file
 from zero_launch.spec import SILENCE_SECONDS
 from zero_launch.standby_pool import Prepared, StandbyContext
-from zero_launch.streams import Sink, Streamer
+from zero_launch.streams import Sink, Streamer, terminal_colours
 
 _STANDBY_SECONDS = 10.0
 """When standbys begin where it cannot be seen that ranks train."""
@@ -66,7 +65,7 @@ class Agent(LocalElasticAgent):
         self._job_id = job_id
         self._grace_seconds = grace_seconds
         self._sinks: tuple[Sink, Sink] = (sys.stdout, sys.stderr) if sinks is None else sinks
-        self._colours = _terminal_colours() if colours is None else colours
+        self._colours = terminal_colours() if colours is None else colours
         self._host = socket.gethostname() if host is None else host
         self._started = started
         self._ranks_now = ranks_now
@@ -395,9 +394,3 @@ class Agent(LocalElasticAgent):
             flight=self.flight,
             asked=self.asked_to_end,
         )
-
-
-def _terminal_colours() -> tuple[bool, bool]:
-    """Return whether stdout and stderr are terminals that want colours (NO_COLOR is not set)."""
-    wanted = "NO_COLOR" not in os.environ
-    return wanted and sys.stdout.isatty(), wanted and sys.stderr.isatty()

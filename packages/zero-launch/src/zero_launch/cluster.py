@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from zero_launch.desync import FlightRecord, difference, explain
+from zero_launch.desync import FlightRecord, explain
 from zero_launch.heard_signals import HeardSignals
 from zero_launch.messages import Message
-from zero_launch.outcome import describe_abandoned, failures_in_order, notes
+from zero_launch.outcome import describe_abandoned, failures_in_order, flight_records, job_error, notes
 from zero_launch.peers import Inbox, Peer, title
 from zero_launch.presence import WAIT_SECONDS, Presence
 from zero_launch.record import record_interruption
@@ -184,8 +184,7 @@ class Cluster(abc.ABC):
         if self._interrupted is not None:
             ended_by = f"interrupted by {signal_name(self._interrupted)}"
             self._say(f"{ended_by}; every process of the job has ended on every host")
-            flight = {rank: record for peer in peers for rank, record in peer.records.items()}
-            if (report := record_interruption(self._spec.job.env, ended_by, flight)) is not None:
+            if (report := record_interruption(self._spec.job.env, ended_by, flight_records(peers))) is not None:
                 self._say(f"report: {report}")
             signal.raise_signal(self._interrupted)
             raise LaunchError([], self._world_size, [ended_by])
@@ -195,14 +194,15 @@ class Cluster(abc.ABC):
             if self._left:
                 raise LeftEarly
             return
-        records = {rank: record for peer in peers for rank, record in peer.records.items()}
-        divergence = self._divergence or (difference(records) if len(records) > 1 else None)
-        why = [self._stopping] if self._stopping and not failures and divergence is None else []
-        fates = [fate for peer in peers for fate in peer.fates]
-        folders = [f"logs on {peer.name}: {peer.folder}" for peer in peers if peer.folder]
-        told = [*why, *self._troubles, *fates, *notes(peers), *folders]
-        asked = self._asked_to_end
-        raise LaunchError(failures, self._world_size, told, divergence=divergence, flight=records, asked=asked)
+        raise job_error(
+            peers,
+            failures,
+            self._world_size,
+            stopped=self._stopping,
+            troubles=self._troubles,
+            divergence=self._divergence,
+            asked=self._asked_to_end,
+        )
 
     # -- what hosts say
 
@@ -320,7 +320,7 @@ class Cluster(abc.ABC):
         """Keep the flight records of the host's ranks; stop the job if all hosts are stalled and these tell why."""
         peer.stalled = message["stalled"]
         peer.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
-        records = {rank: record for other in self._roster.present for rank, record in other.records.items()}
+        records = flight_records(self._roster.present)
         if all(other.stalled for other in self._roster.present):
             self._divergence = explain(records, stalled=len(records) == self._world_size)
             if self._divergence is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from zero_launch.cluster import Cluster
+from zero_launch.held_questions import HeldQuestions
 from zero_launch.host_bounds import host_bounds
 from zero_launch.meeting_state import VersionedState, on_another_clock, places_in
 from zero_launch.messages import Message
@@ -22,19 +22,6 @@ MEET_SECONDS = 600
 """How long a job waits for hosts while none of its ranks run."""
 _LAST_CALL_SECONDS = 10.0
 """How long the first host that is back after all were lost waits for the others."""
-_HOLD_SECONDS = 5.0
-"""How long an answer without news is held back; torch's algorithm asks again a second after it."""
-
-
-@dataclass(frozen=True)
-class _Question:
-    """A host's request for the rendezvous's state that is not answered yet. ``number``: of the request. ``replaced``:
-    the host's own new state was accepted. ``until``: answer it by then (`time.monotonic`)."""
-
-    peer: Peer
-    number: int
-    replaced: bool
-    until: float
 
 
 class ElasticCluster(Cluster):
@@ -58,7 +45,7 @@ class ElasticCluster(Cluster):
         self._calls: dict[str, float] = {}
         self._reasons: dict[str, str] = {}
         self._imports: dict[str, Message] = {}
-        self._questions: list[_Question] = []
+        self._questions = HeldQuestions(self._meeting, self._places)
         self._ran_at = time.monotonic()
         self._all_lost = False
         self._last_call: float | None = None
@@ -164,7 +151,7 @@ class ElasticCluster(Cluster):
             self._lose_silent_hosts()
             self._call_again()
             self._review()
-            self._answer()
+            self._questions.answer()
             for text in self._presence.remarks():
                 self._remark(text)
             if any(peer.state in ("running", "done") for peer in self._roster.present):
@@ -183,7 +170,7 @@ class ElasticCluster(Cluster):
         super()._end_all()
 
     def _on_state(self, peer: Peer, message: Message) -> None:
-        """Let the host replace the rendezvous's state if it had seen the newest, and queue its request for `_answer`.
+        """Let the host replace the rendezvous's state if it had seen the newest, and queue its request for an answer.
         Loses a host that names a place which this job has not."""
         strange = places_in(message["state"]) - set(self._places.values())
         if strange:
@@ -193,21 +180,7 @@ class ElasticCluster(Cluster):
         replaced = state is not None and self._meeting.replace(state, message["version"])
         if replaced:
             self._review()
-        until = time.monotonic() + _HOLD_SECONDS
-        self._questions.append(_Question(peer, message["number"], replaced, until))
-
-    def _answer(self) -> None:
-        """Answer the requests of hosts that have something to do, and those held back for `_HOLD_SECONDS`. The others
-        wait for news: then no host sleeps while a round begins."""
-        now = time.monotonic()
-        asked, self._questions = self._questions, []
-        for question in asked:
-            if question.until > now and self._meeting.waits(self._places[question.peer.name]):
-                self._questions.append(question)
-            else:
-                newest = self._meeting.newest()
-                newest["state"] = on_another_clock(newest["state"], -question.peer.clock_offset)
-                question.peer.send("state", number=question.number, replaced=question.replaced, **newest)
+        self._questions.add(peer, message["number"], replaced=replaced)
 
     def _on_imported(self, peer: Peer, message: Message) -> None:
         """Keep what the host's standby processes import, for when it is lost and comes back."""

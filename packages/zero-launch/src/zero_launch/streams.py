@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -30,6 +32,12 @@ def prefix(rank: int, *, colour: bool) -> str:
     """Return `[rank 0] `; with ``colour``, in terminal codes for the rank's own colour."""
     text = f"[rank {rank}]"
     return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m " if colour else f"{text} "
+
+
+def terminal_colours() -> tuple[bool, bool]:
+    """Return whether (stdout, stderr) of this process are terminals that want colours: NO_COLOR is not set."""
+    wanted = "NO_COLOR" not in os.environ
+    return wanted and sys.stdout.isatty(), wanted and sys.stderr.isatty()
 
 
 @dataclass
