@@ -53,8 +53,8 @@ def get_accelerator() -> Accelerator:
 
 
 class Accelerator:
-    """One kind of device, by DeepSpeed's names. Memory is in bytes. Calls about caches, peaks or ranges do nothing on a
-    CPU.
+    """One kind of device (cpu, cuda, ...), by DeepSpeed's names. Memory is in bytes. Calls about caches, peaks or
+    ranges do nothing on a CPU.
 
     ``device``: only its kind counts. A ``device_index`` of None means the current device. Tensor types (`FloatTensor`)
     and, on an accelerator, `Event`, `Stream`, `stream`, `current_stream` and `default_stream` are attributes too.
@@ -141,14 +141,14 @@ class Accelerator:
         return torch.initial_seed() if self._on_cpu else int(self._module.initial_seed())
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Return the state of the device's generator, as a uint8 tensor for `set_rng_state`."""
+        """Return the state of the device's random generator, as a 1-D uint8 CPU tensor for `set_rng_state`."""
         if self._on_cpu:
             return torch.get_rng_state()
         state: torch.Tensor = self._module.get_rng_state(*([] if device_index is None else [device_index]))
         return state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Set the state of the device's generator to ``new_state``, a result of `get_rng_state`."""
+        """Set the state of the device's random generator to ``new_state``, a result of `get_rng_state`."""
         if self._on_cpu:
             torch.set_rng_state(new_state)
         else:
@@ -162,7 +162,7 @@ class Accelerator:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes in use; on the CPU the resident bytes of the process."""
+        """Return the bytes of tensors on the device; on the CPU the resident bytes of the process."""
         return self._memory_nbytes("memory_allocated", device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
@@ -203,8 +203,8 @@ class Accelerator:
         return self.total_memory(device_index) - self.memory_allocated(device_index)
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Return a copy in pinned host memory; on the CPU the tensor itself.
-        ``make_copy`` and ``match_shape`` have no effect."""
+        """Return a copy of ``tensor``, a CPU tensor, in pinned host memory; if the accelerator is the CPU, the tensor
+        itself. ``make_copy`` and ``match_shape`` have no effect."""
         return tensor if self._on_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -228,12 +228,13 @@ class Accelerator:
     # -- streams, ranges, compilation --------------------------------------------------------------------------------
 
     def range_push(self, msg: str, *_where: Any) -> None:
-        """Begin a named range of a profile, on CUDA devices; do nothing elsewhere. Other arguments have no effect."""
+        """Begin a range named ``msg`` in a CUDA profile (NVTX); do nothing on other devices. Other arguments have no
+        effect."""
         if self._name == "cuda":
             torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
 
     def range_pop(self, *_where: Any) -> None:
-        """End the range that began last, on CUDA devices; do nothing elsewhere."""
+        """End the NVTX range that `range_push` began last; do nothing on devices other than CUDA."""
         if self._name == "cuda":
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
@@ -250,8 +251,9 @@ class Accelerator:
         return "inductor"
 
     def __getattr__(self, name: str) -> Any:
-        """Return a constructor of tensors for `FloatTensor` and its like, or an attribute of torch's device module for
-        streams and events. Raises `UnsupportedAttribute` for any other name."""
+        """Return, for `FloatTensor` and its like, a function that makes a tensor of that dtype on the device; for
+        streams and events (not on the CPU) the attribute of torch's device module, such as `torch.cuda`. Raises
+        `UnsupportedAttribute` for any other name."""
         if name in _TENSOR_DTYPES:
             return lambda values: torch.tensor(values, dtype=_TENSOR_DTYPES[name], device=self._name)
         if name in ("Event", "Stream", "current_stream", "default_stream", "stream") and not self.__dict__["_on_cpu"]:
@@ -261,7 +263,8 @@ class Accelerator:
         raise UnsupportedAttribute(f"accelerator.{name} is not available here; use torch.accelerator")
 
     def _memory_nbytes(self, what: str, device_index: int | None) -> int:
-        """Return the result of the function ``what`` of torch's device module; on the CPU the resident bytes."""
+        """Return the bytes that the function named ``what`` of torch's device module (such as `torch.cuda`) returns; on
+        the CPU the resident bytes of the process."""
         if self._on_cpu:
             return int(psutil.Process().memory_info().rss)
         return int(getattr(self._module, what)(device_index))

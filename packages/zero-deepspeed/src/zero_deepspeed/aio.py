@@ -13,7 +13,7 @@ from zero_offload import MissingExtraError
 
 
 class AsyncIOBuilder:
-    """DeepSpeed's builder of file I/O for scripts that call it; nothing is built."""
+    """DeepSpeed's builder of its operator for file I/O, for scripts that call it; nothing is built."""
 
     NAME = "async_io"
 
@@ -31,10 +31,10 @@ class AsyncIOBuilder:
 class aio_handle:
     """Reads CPU tensors from files and writes them to files. Offsets and ``block_size`` are in bytes.
 
-    The options are those of the configuration's section `aio`. Asynchronous calls return 0; `wait` finishes them, and
-    raises what they failed with. A synchronous call finishes all transfers in flight and returns their number: 1 if it
-    is the only one. Tensors must be contiguous and on the CPU, else `UsageError`. Raises `MissingExtraError` where
-    zero-nvme-aio is not installed.
+    The arguments are options of the configuration's section `aio`; a method `get_...` explains each. Asynchronous calls
+    return 0; `wait` finishes them, and raises what they failed with. A synchronous call finishes all transfers in
+    flight and returns their number: 1 if it is the only one. Every transfer raises `UsageError` for a tensor that is
+    not contiguous or not on the CPU. Raises `MissingExtraError` where zero-nvme-aio is not installed.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class aio_handle:
         return int(self._options["intra_op_parallelism"])
 
     def new_cpu_locked_tensor(self, num_elem: int, example: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised 1-D CPU tensor of ``example``'s dtype, pinned if there is an accelerator."""
+        """Return an uninitialised 1-D CPU tensor of ``num_elem`` elements and ``example``'s dtype, in pinned memory if
+        there is an accelerator."""
         return torch.empty(num_elem, dtype=example.dtype, pin_memory=torch.accelerator.is_available())
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
@@ -124,8 +125,11 @@ class aio_handle:
     def _begin(
         self, start: Any, buffer: torch.Tensor, filename: str | os.PathLike[str], mode: str, file_offset: int
     ) -> None:
-        """Open the file and begin a transfer by ``start``, the engine's read or write. Leaves no file open if that
-        raises; `UsageError`, before the file is opened, for another tensor than the class says."""
+        """Open the file in ``mode`` ("r" or "rw") and begin a transfer with ``buffer`` for `wait` to finish.
+
+        ``start``: the I/O engine's method that reads or writes. Leaves no file open if it raises. Raises `UsageError`,
+        before the file is opened, for a tensor that is not contiguous or not on the CPU.
+        """
         data = _checked_buffer(buffer)
         file = self._engine.open(os.fspath(filename), mode)
         try:

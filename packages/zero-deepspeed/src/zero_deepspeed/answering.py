@@ -41,17 +41,19 @@ class NameFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the table; None for any other."""
+        """Return the spec of the module ``fullname`` if the table has it; None for any other. The other arguments, part
+        of Python's interface for finders, are not read."""
         if fullname not in NAMES:
             return None
         return ModuleSpec(fullname, self, origin=_TABLE, is_package=self.is_package(fullname))
 
     def is_package(self, fullname: str) -> bool:
-        """Return whether the table has submodules of the module."""
+        """Return whether the table has submodules of the module ``fullname``."""
         return bool(_submodules_of(fullname))
 
     def get_source(self, fullname: str) -> str | None:
-        """Return source that runs the module's ``main``, for `python -m`; None for modules without a ``main``."""
+        """Return Python source that runs the module's function ``main``, for `python -m`; None for modules without
+        one."""
         home = _names_of(fullname).get("main")
         return None if home is None else _MAIN_SOURCE.format(home.partition(":")[0])
 
@@ -77,7 +79,8 @@ class NameFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 
 def _names_of(module: str) -> Mapping[str, str | Unavailable]:
-    """Return the module's row of the table: name -> where it is answered; empty if the module is not available."""
+    """Return the module's names from the table, each with where it is answered (`names.py` has the forms); empty if the
+    module is not available."""
     names = NAMES[module]
     return {} if isinstance(names, Unavailable) else names
 
@@ -91,7 +94,8 @@ def _getattr_function(module: str) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, which resolves a name once and stores it in the module."""
 
     def getattribute(name: str) -> Any:
-        """Return the object behind a name, and store it in the module."""
+        """Return the object that answers ``name``, and store it in the module. Raises AttributeError for an unknown
+        name."""
         value = _resolve(module, name)
         setattr(sys.modules[module], name, value)
         return value

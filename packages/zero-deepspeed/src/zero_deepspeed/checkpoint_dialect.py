@@ -16,7 +16,8 @@ from .state_files import state_files
 
 
 class CheckpointNames:
-    """The additions to a checkpoint for scripts of DeepSpeed, as a `zero_core.checkpoint.Dialect`.
+    """Chooses a checkpoint's format and adds to it what scripts of DeepSpeed expect: the engine's
+    `zero_core.checkpoint.Dialect`, whose methods a save calls.
 
     ``config``: the configuration as the user gave it.
     """
@@ -25,19 +26,21 @@ class CheckpointNames:
         self._config = config
 
     def writer(self, state: TrainingState) -> Callable[..., Path]:
-        """Return the function that writes the format that the configuration names. Raises `UsageError` for what that
-        cannot hold."""
+        """Return the function that writes checkpoints in the configured format: `zero_ckpt.save_sharded` for "native",
+        a `DeepSpeedWriter`, which is called alike, for "deepspeed". ``state``: of the engine that saves. Raises
+        `UsageError` if that format cannot hold the state, as `DeepSpeedWriter` says."""
         return save_sharded if state.config.checkpoint.format == "native" else DeepSpeedWriter(state, self._config)
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given``, the user's client state, with the current ``ds_version`` unless it has one, as plain
-        data."""
+        """Return the user's client state ``given`` as plain data (see `to_plain`), with the key ``ds_version`` added
+        unless it has one."""
         plain: dict[str, Any] = to_plain({"ds_version": VERSION, **given})
         return plain
 
     def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
-        """Return name -> content of the files of `state_files`; ``client_state`` is what
-        the method of that name returned. None in DeepSpeed's format, whose files have these names."""
+        """Return the small files that are written beside the checkpoint's tensors, name -> content: those of
+        `state_files`; an empty dict in DeepSpeed's own format, whose files have these names. ``state``: of the engine
+        that saves. ``client_state``: what `client_state` returned."""
         if state.config.checkpoint.format == "deepspeed":
             return {}
         return state_files(state, self._config, from_plain(client_state))

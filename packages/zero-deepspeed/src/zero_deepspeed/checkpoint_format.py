@@ -65,14 +65,15 @@ class DeepSpeedWriter:
         user = from_plain(client_state["client"])
 
         def checked() -> Iterator[Interval]:
-            """Yield the intervals after a check of the user's keys: what is raised while they are read reaches all
-            ranks.
+            """Yield ``intervals``, after raising `CheckpointError` for a client state that has keys of DeepSpeed's own;
+            `save_deepspeed` passes what this raises on to all ranks.
             """
             _require_the_users_own(user)
             yield from intervals
 
         def form(checkpoint: Checkpoint) -> DeepSpeedForm:
-            """Return what the files hold besides tensors, by `_form`."""
+            """Return what the files hold besides tensors; `save_deepspeed` calls it with the checkpoint, which has no
+            effect."""
             return self._form(user)
 
         return save_deepspeed(
@@ -80,8 +81,8 @@ class DeepSpeedWriter:
         )
 
     def _form(self, user: Mapping[str, Any]) -> DeepSpeedForm:
-        """Return the names, options, counters and loss scale that the files hold besides tensors, and ``user``, the
-        client state of the user.
+        """Return what DeepSpeed's files hold besides tensors: the parameters' names and options by param group, the
+        counters, the loss scale, and ``user``, the user's client state.
         """
         state, zero = self._state, self._state.config.zero_optimization
         frozen = set(frozen_names(named_parameters(state.module)))
@@ -121,9 +122,10 @@ class DeepSpeedWriter:
         )
 
     def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a param group, with the one that DeepSpeed's Adam needs beside torch's.
+        """Return the options of a param group as DeepSpeed's files hold them, with ``bias_correction`` for an Adam.
 
-        How the optimizer computes is as the configuration says, else torch's default: DeepSpeed takes all from here.
+        Options of how torch computes, such as ``foreach``, are as the configuration's optimizer section says, else
+        torch's defaults, since DeepSpeed takes all options of a group from the file.
         """
         section = self._config.get("optimizer")
         asked = section.get("params") if isinstance(section, dict) else None
@@ -134,7 +136,8 @@ class DeepSpeedWriter:
 
 
 def _require_the_users_own(client_state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for keys that a checkpoint of DeepSpeed has for entries of its own."""
+    """Raise `CheckpointError` if the user's client state has a key that DeepSpeed's files use for an entry of their
+    own."""
     taken = sorted(key for key in client_state if key in NOT_THE_USERS)
     if taken:
         raise CheckpointError(
@@ -144,7 +147,8 @@ def _require_the_users_own(client_state: Mapping[str, Any]) -> None:
 
 
 def _writable_optimizer(state: TrainingState) -> ShardedOptimizer:
-    """Return the engine's optimizer. Raises `UsageError` if DeepSpeed's format cannot hold its states."""
+    """Return the engine's optimizer. Raises `UsageError` where DeepSpeed's format cannot hold its states: without an
+    optimizer, for Muon, and where an mpu's ranks have different parts of the model."""
     wrong = ""
     if state.optimizer is None:
         wrong = "there is no optimizer, whose states it consists of"
@@ -158,7 +162,8 @@ def _writable_optimizer(state: TrainingState) -> ShardedOptimizer:
 
 
 def _scaler(state: TrainingState, optimizer: ShardedOptimizer) -> DeepSpeedObject:
-    """Return the loss scale as the object that DeepSpeed pickles: a dynamic scaler, or one of a constant."""
+    """Return the optimizer's loss scale as the object that DeepSpeed pickles: a dynamic scaler with its counters, or
+    one of a constant. ``state``: has the configuration of the dynamic one."""
     held, fp16 = optimizer.loss_scale.state_dict(), state.config.fp16
     if held["kind"] != "dynamic":
         return ConstantScaler(cur_scale=optimizer.loss_scale.scale, dynamic=False)

@@ -26,11 +26,12 @@ class TagError(UsageError, AssertionError):
 def agreed_place(
     engine: Engine, call: str, folder: str | os.PathLike[str] | None, tag: str | None
 ) -> tuple[str, str | None]:
-    """Return the first rank's ``folder`` and ``tag``, as a checkpoint is in one place; warn if this rank's differ, of a
-    tag only if `checkpoint.tag_validation` is not "Ignore". Collective.
+    """Return the first rank's ``folder`` and ``tag`` (None without one) on every rank, as a checkpoint has one place.
+    Collective.
 
-    ``call``: the method, for messages. Raises `UsageError` if the engine was destroyed or its states are offloaded, and
-    if the first rank has no folder; `TagError`, on every rank, for tags that differ if `checkpoint.tag_validation` is
+    Logs a warning if this rank's differ; of a tag not if `checkpoint.tag_validation` is "Ignore". ``call``: the
+    engine's method, for messages. Raises `UsageError` if the engine was destroyed or its states are offloaded, and if
+    the first rank has no folder; `TagError`, on every rank, for tags that differ if `checkpoint.tag_validation` is
     "Fail".
     """
     engine.training_state.check_open(call)
@@ -65,7 +66,8 @@ class Newest:
 
 
 def newest(engine: Engine, folder: str) -> Newest:
-    """Return what the first rank finds in ``folder``, as a save may replace files while ranks look. Collective."""
+    """Return what the first rank finds in ``folder``, on every rank: they could see different files while a save
+    replaces them. Collective."""
     has_latest = (Path(folder) / "latest").is_file()
     found = [has_latest, latest_universal(folder), has_latest or holds_any(folder)]
     return Newest(*_told(engine, "load_checkpoint", found)[0])

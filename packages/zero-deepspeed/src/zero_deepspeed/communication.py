@@ -92,9 +92,11 @@ def has_reduce_scatter_tensor() -> bool:
 
 
 def _requested_backend(wanted: str | None, device: str) -> str | None:
-    """Return the backend to ask for; None for the device's default, which `zero_comm.init` combines with gloo.
+    """Return the backend to pass to torch.distributed for the backend ``wanted`` (None: any) on a device of the kind
+    ``device``.
 
-    That is for no wish, for the default itself, and for `ccl`, which torch no longer needs.
+    None means the device's default, which `zero_comm.init` combines with gloo: where none is wanted, for an
+    accelerator's default itself, and for `ccl`, which torch no longer needs.
     """
     if wanted is None or (device != "cpu" and wanted == dist.get_default_backend_for_device(device)):
         return None

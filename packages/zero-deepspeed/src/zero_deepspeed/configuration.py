@@ -32,8 +32,8 @@ class DeepSpeedZeroConfig:
         return self._section.model_dump()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of the key ``name``, or of the key with this other name; None for a section of
-        offload that is not given. Raises AttributeError for an unknown one.
+        """Return the section's value of the key ``name``, or of the key that has ``name`` as its other name; None for a
+        section of offload that is not given. Raises AttributeError for an unknown name.
         """
         if name.startswith("_"):
             raise AttributeError(name)

@@ -93,7 +93,8 @@ class Init:
                 self._cast_and_name(module.parameters())
 
     def __enter__(self) -> Init:
-        """Begin to shard what is built, unless another `Init` does or it is not enabled. Collective then."""
+        """Begin to shard what is built, unless an outer `Init` does so already or this one is not enabled; return this
+        context. Collective where it begins."""
         if self._enabled and _opened() is None:
             self._open()
         _ACTIVE.set((*_ACTIVE.get(), self))
@@ -102,8 +103,8 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shard what is left of what was built and, without an ``error``, cast it and give it DeepSpeed's
-        attributes."""
+        """Shard what was built and is not sharded yet and, without an ``error``, cast it and give it DeepSpeed's
+        attributes. Inside another `Init`, which shards, only give the attributes. Collective."""
         _ACTIVE.set(_ACTIVE.get()[:-1])
         self._close(kind, error, trace)
         outer = _opened()
@@ -111,7 +112,7 @@ class Init:
             outer._name_built()
 
     def _open(self) -> None:
-        """Begin to shard what is built, and to record its parameters for `_close`; below stage 3 do neither.
+        """Begin to shard modules that are built, and to record their parameters for `_close`; below stage 3 do neither.
         Collective.
         """
         self._inner = self._new_partition_init()
@@ -120,9 +121,11 @@ class Init:
             self._handle = register_module_parameter_registration_hook(self._record_parameter)
 
     def _new_partition_init(self) -> PartitionInit | None:
-        """Return a new `zero_partition.Init` as the configuration says; None below stage 3. Collective.
+        """Return a new context of zero-partition that shards modules as the configuration says; None below stage 3.
+        Collective.
 
-        Sets the dtype to the configuration's if none was given, and opens process groups. Raises as the class says.
+        At stage 3 it sets ``_dtype`` to the configuration's if none was given, and opens process groups. Raises as the
+        class says.
         """
         init_distributed()
         for name, group in self._groups.items():
@@ -142,7 +145,8 @@ class Init:
         return PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))
 
     def _close(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Shard what was built and, without an ``error``, cast and name its parameters; does nothing if not open."""
+        """End what `_open` began: shard what was built and, without an ``error``, cast its parameters and give them
+        DeepSpeed's attributes. Do nothing if nothing was begun. The arguments are those of `__exit__`."""
         if self._inner is None:
             return
         self._handle.remove()
@@ -154,8 +158,8 @@ class Init:
             self._cast_and_name(found)
 
     def _alive(self) -> list[nn.Parameter]:
-        """Return the recorded parameters that still exist, and those that took the place of others in their modules, as
-        `to_empty` puts them."""
+        """Return the recorded parameters that still exist, and those that replaced recorded ones in their modules, as
+        `nn.Module.to_empty` does."""
         found = {id(parameter): parameter for _, recorded in self._built if (parameter := recorded()) is not None}
         for owner, _ in self._built:
             module = owner()
@@ -189,8 +193,8 @@ class Init:
 
 
 def _refuse_configured_elsewhere(**given: bool) -> None:
-    """Raise `UnsupportedError` for an argument of `Init` that is given, with its key of the configuration; ``given``:
-    name of each argument -> whether it is.
+    """Raise `UnsupportedError` for an argument of `Init` that the configuration sets instead, if the user passed one;
+    the message has the configuration's key. ``given``: name of each such argument -> whether it was passed.
     """
     keys = {
         "zero_param_parallel_group": "zero_hpz_partition_size",
@@ -207,8 +211,8 @@ def _refuse_configured_elsewhere(**given: bool) -> None:
 
 @contextmanager
 def init_suspended() -> Iterator[None]:
-    """Context manager: shard what an open `Init` has built so far, and disable that inside and enable it again
-    afterwards; without one do nothing. Collective.
+    """Context manager, used by `initialize`: suspend an open `Init` inside, so that what is built there is not sharded.
+    What the `Init` has built before is sharded at the start. Does nothing without an open `Init`. Collective.
     """
     opened = _opened()
     if opened is not None:
@@ -221,7 +225,8 @@ def init_suspended() -> Iterator[None]:
 
 
 def _opened() -> Init | None:
-    """Return the `Init` around this code that shards what is built; None without one."""
+    """Return the `Init`, of those whose ``with`` block this code runs in, that shards what is built; None without
+    one."""
     return next((context for context in _ACTIVE.get() if context._inner is not None), None)
 
 
@@ -260,7 +265,7 @@ class GatheredParameters(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the parameters, after the changes to them are taken over. Collective."""
+        """Take over the changes to the parameters, as the class says, and release them. Collective."""
         if self._context is not None:
             count_gathers(self._parameters, -1)
             context, self._context = self._context, None
@@ -268,14 +273,14 @@ class GatheredParameters(AbstractContextManager[None]):
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Gather ``parameter``, which another module owns, whenever ``module`` runs from now on; a second call does
-    nothing. Every rank calls it for the same parameter."""
+    """Register ``parameter``, which another module owns, to be gathered whenever ``module`` runs from now on; a second
+    call does nothing. Every rank must make the same call."""
     register_use(module, parameter)
     mark_external(parameter)
 
 
 def unwrap_model_for_generation(model: Any, **_options: Any) -> AbstractContextManager[Any]:
-    """Return a context manager that yields the plain module of an engine, with full parameters and without hooks.
+    """Return a context manager that yields the user's module, with full parameters and without the engine's hooks.
 
     ``model``: a `DeepSpeedEngine`. ``options`` have no effect. Inside, ranks may call the module a different number of
     times, as generation does. Below stage 3 parameters are full anyway. Collective at stage 3.

@@ -1,9 +1,10 @@
 """`deepspeed.ops`: CPU optimizers with DeepSpeed's arguments, over the kernels of zero-optim-kernels.
 
-They are constructed before `initialize`, over parameters of the model that may be released or in half precision; steps
-run on fragments in the optimizer's precision. Param groups of another optimizer stay the same dict objects, and keep
-that optimizer's options. Stepped by themselves, without an engine, they also take float16 parameters, which are updated
-in float32 and rounded, and sparse gradients, which count as dense ones with zeros.
+They are constructed before `initialize`, over parameters of the model that may be released or in half precision; the
+engine's steps run on fragments in the optimizer's precision. ``model_params`` is an iterable of parameters or of param
+groups; param groups of another optimizer stay the same dict objects, and keep that optimizer's options. Stepped without
+an engine, the optimizers also take float16 parameters, which are updated in float32 and rounded, and sparse gradients,
+which count as dense ones with zeros.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class DeepSpeedCPUAdam(CPUAdam):
 
 
 def _check_replaced(eps: Sequence[Any]) -> None:
-    """Raise `UsageError` for an ``eps`` that is no number, as that of an Adafactor which a framework replaces."""
+    """Raise `UsageError` if one of the values ``eps`` is no number: an Adafactor's param groups have a pair, and a
+    framework that replaces an Adafactor by DeepSpeedCPUAdam hands it on."""
     for given in eps:
         if not isinstance(given, Real):
             raise UsageError(
@@ -79,8 +81,8 @@ def _check_replaced(eps: Sequence[Any]) -> None:
 
 
 def _warn_of_replaced(model_params: Sequence[Any]) -> None:
-    """Warn once if ``model_params`` are param groups with options that Adam does not have: a framework (Accelerate)
-    replaces another optimizer by this one."""
+    """Log one warning if ``model_params`` are param groups with options that Adam does not have: then a framework, such
+    as Accelerate, replaces another optimizer by DeepSpeedCPUAdam."""
     foreign = sorted({key for group in model_params if isinstance(group, dict) for key in group.keys() & _NOT_OF_ADAM})
     if foreign:
         logger.warning(
@@ -193,11 +195,12 @@ def _init_without_checks(
     options: Mapping[str, Any],
     forced: Mapping[str, Any] | None = None,
 ) -> None:
-    """Initialise ``optimizer`` as ``kind`` over an empty parameter, with ``options``, then give it the user's groups.
+    """Initialise ``optimizer`` by the constructor of its base ``kind``, without that constructor's checks of the
+    parameters, which are not those that the kernels will update.
 
-    So ``kind`` does not check parameters that it never updates. ``parameters``: an iterable of parameters, or of param
-    groups, which are changed in place: they get the options that they lack, and all those of ``forced``.
-    ``fp32_states``: false for bfloat16. Raises `UsageError` without parameters.
+    ``parameters``: an iterable of parameters, or of param groups, which are changed in place: they get those of
+    ``options`` that they lack, and all of ``forced`` (None: none). ``fp32_states``: false for states in bfloat16.
+    Raises `UsageError` without parameters.
     """
     given = list(parameters)
     if not given:
@@ -219,10 +222,11 @@ def _init_without_checks(
 def _step_any(
     optimizer: Optimizer, kernel_step: Callable[[], float | None], closure: Callable[[], float] | None
 ) -> float | None:
-    """Run ``closure``, if given, with autograd on, then ``kernel_step`` over parameters and gradients that the kernels
-    read; return the closure's result or None. Raises as the kernels' optimizers do.
+    """Run ``closure``, if given, with autograd on, then ``kernel_step``; return the closure's result, None without one.
 
-    ``kernel_step``: the kernels' own, below the class that torch wraps to call step hooks, which run once so.
+    During ``kernel_step`` float16 parameters and sparse gradients are replaced by some that the kernels can read.
+    ``kernel_step``: the base class's method, which does not run torch's step hooks: the caller's ``step`` has run them.
+    Raises as the kernels' optimizers do.
     """
     loss = None
     if closure is not None:
@@ -235,9 +239,9 @@ def _step_any(
 
 @contextmanager
 def _stand_ins(optimizer: Optimizer) -> Iterator[None]:
-    """Context manager: in the optimizer's groups and states, a float32 copy stands for each float16 parameter, and a
-    parameter with a dense gradient for one whose gradient is sparse. At the end float16 parameters get their copy's
-    values, also where the step failed before it wrote any.
+    """Context manager: in the optimizer's groups and states, replace each float16 parameter by a float32 copy, and each
+    parameter with a sparse gradient by one with a dense gradient. At the end the parameters are back in their places,
+    with the values of their replacements, also if the step failed.
     """
     replaced: list[tuple[list[Any], int, Any, nn.Parameter]] = []
     for group in optimizer.param_groups:
@@ -263,6 +267,6 @@ def _stand_ins(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _move_state(optimizer: Optimizer, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Make the state of ``source`` that of ``target``, if there is one."""
+    """Move the optimizer's state of the parameter ``source``, if it has one, to the parameter ``target``."""
     if source in optimizer.state:
         optimizer.state[target] = optimizer.state.pop(source)

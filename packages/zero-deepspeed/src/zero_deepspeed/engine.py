@@ -79,16 +79,19 @@ class DeepSpeedEngine(DelegatedNames):
         return self.zero_engine(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Run the backward pass as `Engine.backward`, and return the loss that it divided by the accumulation steps, in
-        the dtype of ``loss``.
+        """Backpropagate ``loss`` (a scalar), divided by the accumulation steps unless ``scale_wrt_gas`` is false, and
+        return the loss so divided, detached, in the dtype of ``loss``.
+
+        ``retain_graph``: as in torch. Collective where gradients are reduced: at the accumulation boundary at stages 0
+        and 1, each time at stages 2 and 3. Raises `UsageError` for a loss that is no scalar or requires no gradient.
         """
         divided: torch.Tensor = self.zero_engine.backward(loss, retain_graph, scale_wrt_gas)
         return divided.to(loss.dtype)
 
     @property
     def optimizer(self) -> Any:
-        """Return the `ZeROOptimizer` or `ParameterOffload`; at stage 0 in float32 the torch optimizer itself; None
-        without an optimizer below stage 3."""
+        """Return the `ZeROOptimizer`; at stage 0 in float32 the torch optimizer itself. Without an optimizer return the
+        `ParameterOffload` at stage 3, else None."""
         return self._named_optimizer
 
     @property
@@ -102,16 +105,20 @@ class DeepSpeedEngine(DelegatedNames):
         return self.zero_engine.training_state.precision.wire_dtype
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step as `Engine.step`. Raises `StageError` inside `no_sync` and `coalesce_grad_reduction`, where gradients
-        are not those of all ranks yet."""
+        """Count the micro-batch and, at the accumulation boundary, update the weights, by `Engine.step` with its
+        arguments; collective then. Raises `StageError` inside `no_sync` and `coalesce_grad_reduction`, where gradients
+        are not those of all ranks yet, and what `Engine.step` raises."""
         self._refuse_in_block("step")
         self.zero_engine.step(*args, **kwargs)
 
     def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossOf = loss_in) -> torch.Tensor:
-        """Take one optimizer step as `Engine.train_batch` over the next ``gradient_accumulation_steps`` micro-batches
-        of ``data_iter``, by default of the training data, which begin again at their end. Return their mean loss over
-        all data-parallel ranks, as DeepSpeed's PipelineEngine does. Raises as `step`, and `UsageError` on every rank
-        where one has too few. Collective."""
+        """Take one optimizer step over the next ``gradient_accumulation_steps`` micro-batches of ``data_iter``, by
+        default of the training data, which begin again at their end. Return the mean of their losses over all
+        data-parallel ranks, a detached scalar, as DeepSpeed's PipelineEngine does.
+
+        ``loss_fn``: returns the loss, given the model's output and the micro-batch. Raises `StageError` where `step`
+        does, and `UsageError` on every rank if one has too few micro-batches. Collective.
+        """
         self._refuse_in_block("train_batch")
         return self._whole_steps.take(data_iter, loss_fn, self.seq_data_parallel_group)
 
@@ -125,8 +132,8 @@ class DeepSpeedEngine(DelegatedNames):
     def no_sync(self) -> Iterator[None]:
         """Context manager: backward passes inside only accumulate gradients on this rank.
 
-        Raises `StageError` at stages 2 and 3 and inside another such block, and `UsageError` where every micro-batch is
-        reduced for another reason, as `Engine.no_sync`.
+        Raises `StageError` at stages 2 and 3 and inside another such block or `coalesce_grad_reduction`, and, as
+        `Engine.no_sync`, `UsageError` where every micro-batch is reduced for another reason than the stage.
         """
         if self.zero_optimization_stage() >= 2:
             raise StageError(
@@ -139,8 +146,9 @@ class DeepSpeedEngine(DelegatedNames):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Context manager: the backward passes inside belong to one optimizer step, which follows the block.
 
-        Each pass reduces its gradients as outside; the sums are those of one reduction, and no rank keeps full
-        gradients for it. Raises `UnsupportedError` at stage 0, and `StageError` inside another such block.
+        Each pass reduces its gradients as it does outside of the block; their sums are the same as if they were reduced
+        once, and no rank keeps full gradients until then. Raises `UnsupportedError` at stage 0, and `StageError` inside
+        another such block or `no_sync`.
         """
         if self.zero_optimization_stage() == 0:
             raise UnsupportedError("coalesce_grad_reduction is for stages 1 to 3; at stage 0 use no_sync()")
@@ -148,13 +156,15 @@ class DeepSpeedEngine(DelegatedNames):
             yield
 
     def _refuse_in_block(self, call: str) -> None:
-        """Raise `StageError`, naming ``call``, inside a block of `_without_steps`."""
+        """Raise `StageError` inside a block of `no_sync` or `coalesce_grad_reduction`. ``call``: the refused method's
+        name, for the message."""
         if self.inside_no_sync_ctxt:
             raise StageError(f"{call}() inside no_sync() or coalesce_grad_reduction(): leave the block first")
 
     @contextmanager
     def _without_steps(self, block: str) -> Iterator[None]:
-        """Context manager in which `step` and blocks of this kind raise `StageError`; ``block``: its name."""
+        """Context manager inside which `step`, `train_batch` and another such block raise `StageError`. ``block``: the
+        name of the method that opens it, for the message."""
         if self.inside_no_sync_ctxt:
             raise StageError(f"{block}() inside no_sync() or coalesce_grad_reduction(): such blocks cannot be nested")
         self.inside_no_sync_ctxt = True
@@ -179,10 +189,11 @@ class DeepSpeedEngine(DelegatedNames):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the weights as `Engine.save_16bit_model`, and return whether it wrote them. Collective.
+        """Write the full weights with torch.save to ``save_dir/save_filename``, and return whether that was done.
+        Collective.
 
         At stage 3 it does nothing and returns False, with a warning, unless the configuration sets
-        `stage3_gather_16bit_weights_on_model_save`.
+        `stage3_gather_16bit_weights_on_model_save`. ``exclude_frozen_parameters``: leave frozen ones out.
         """
         asked = self.resolved_config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if self.zero_optimization_stage() == 3 and not asked:
@@ -201,13 +212,17 @@ class DeepSpeedEngine(DelegatedNames):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save as `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings.
+        """Write the full training state to ``save_dir/tag`` (default ``global_step{N}``), atomically, and return True.
         Collective.
 
-        `load_checkpoint` returns ``client_state`` together with the ``ds_version`` that wrote it. The folder also gets
-        small files with DeepSpeed's names (see `state_files`). Where ranks pass different folders, as scripts with
-        temporary ones do, the first rank's is used, with a warning on the others; so is its ``tag``, unless
-        `checkpoint.tag_validation` is "Fail", which raises `TagError` on every rank, or "Ignore", without a warning.
+        ``client_state``: what `load_checkpoint` is to return, together with the ``ds_version`` that wrote it; it may
+        hold tensors, tuples and keys that are no strings. ``save_latest``: make this checkpoint the one that loading
+        takes by default. ``exclude_frozen_parameters``: leave frozen ones out. The folder also gets small files with
+        DeepSpeed's names (see `state_files`).
+
+        If ranks pass different folders or tags, those of the first rank count, with a warning on the others. Different
+        tags raise `TagError` on every rank if `checkpoint.tag_validation` is "Fail", and are not warned of if it is
+        "Ignore". Raises as `Engine.save_checkpoint`.
         """
         folder, tag = agreed_place(self.zero_engine, "save_checkpoint", save_dir, tag)
         return self.zero_engine.save_checkpoint(folder, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -222,15 +237,17 @@ class DeepSpeedEngine(DelegatedNames):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load as `Engine.load_checkpoint`, and return (path, client state as it was given to `save_checkpoint`).
-        Collective.
+        """Load the checkpoint ``load_dir/tag``, also one that DeepSpeed wrote, from any number of ranks; return (path,
+        client state as it was given to `save_checkpoint`). Collective.
 
-        ``load_dir/tag`` may also be a checkpoint that DeepSpeed wrote, universal or not, at any number of ranks.
-        Without a ``tag`` it is the one that the file `latest` names, else, and first with `checkpoint.load_universal`,
-        the one of `latest_universal`; without either file the newest whole checkpoint, with a warning, as a run whose
-        checkpoints are there must not begin anew (DeepSpeed loads nothing then). A folder without any checkpoint gives
-        ``(None, None)``, with a warning. Where ranks pass different folders or tags, the first rank's are used, as in
-        `save_checkpoint`. Raises `zero_ckpt.CheckpointError` on every rank.
+        Without a ``tag``, the file `latest` in the folder names it, or else the file `latest_universal`, which comes
+        first under `checkpoint.load_universal`. If the folder has neither file, the newest complete checkpoint is
+        loaded, with a warning (DeepSpeed loads nothing then); if it has no checkpoint, ``(None, None)`` is returned,
+        with a warning. If ranks pass different folders or tags, `save_checkpoint` says which count.
+
+        ``load_module_strict``: false loads what fits by name. ``load_module_only``: load only weights.
+        ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of the match by name. Raises
+        `zero_ckpt.CheckpointError` on every rank.
         """
         folder, tag = agreed_place(self.zero_engine, "load_checkpoint", load_dir, tag)
         if tag is None:
@@ -257,8 +274,8 @@ class DeepSpeedEngine(DelegatedNames):
     save_fp16_model = save_16bit_model
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks that train the same model-parallel part; those of one sequence have
-        the same.
+        """Return this rank's index among the data-parallel ranks, which hold the same part of the model; ranks that
+        share a sequence have the same index.
         """
         return self.zero_engine.training_state.sample_rank
 
@@ -275,8 +292,8 @@ class DeepSpeedEngine(DelegatedNames):
 
     @property
     def seq_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the group of the ranks over which states are sharded: all ranks without an ``mpu``, else those it
-        names.
+        """Return the group of the ranks over which states are sharded: all ranks without an ``mpu``, else the ranks of
+        the mpu's data-parallel group or, where ranks share sequences, of its sequence-data-parallel group.
         """
         if self.mpu is None:
             return get_world_group()
@@ -340,8 +357,9 @@ class DeepSpeedEngine(DelegatedNames):
         remove_names(self.module.parameters())
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of `GETTERS`, a stand-in that raises for one of `REFUSED`, a
-        submodule, or the model's attribute."""
+        """Return the attribute ``name``, which the class does not define: for a name in `GETTERS` a method that returns
+        a value of the configuration, for one in `REFUSED` a function that raises `UnsupportedError`, else the model's
+        attribute. Raises AttributeError if the model has none."""
         if name in GETTERS:
             return partial(GETTERS[name], self.resolved_config)
         if name in REFUSED:

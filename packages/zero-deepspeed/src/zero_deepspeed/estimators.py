@@ -10,8 +10,9 @@ from zero_plan import estimate_zero2, estimate_zero2_live, estimate_zero3, estim
 def zero2_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the memory that stage 2 needs for ``model``, as `zero_plan.estimate_zero2_live`
-    returns it; that explains the arguments."""
+    """Print a table of the memory of a GPU and of a node's host that stage 2 needs to train ``model``, with and without
+    offload, on ``num_gpus_per_node`` times ``num_nodes`` ranks. ``additional_buffer_factor`` multiplies the host
+    memory, for buffers. Raises `PlanError` as `zero_plan.estimate_zero2_live`."""
     print(
         estimate_zero2_live(
             model, gpus_per_node=num_gpus_per_node, nodes=num_nodes, additional_buffer_factor=additional_buffer_factor
@@ -22,8 +23,8 @@ def zero2_live(
 def zero2_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the memory that stage 2 needs for ``total_params`` parameters (elements), as `zero_plan.estimate_zero2`
-    returns it; that explains the arguments."""
+    """Print the table of `zero2_live` for a model of ``total_params`` parameters (elements); the other arguments and
+    errors are as there."""
     print(
         estimate_zero2(
             int(total_params),
@@ -37,8 +38,8 @@ def zero2_cold(
 def zero3_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the memory that stage 3 needs for ``model``, as `zero_plan.estimate_zero3_live`
-    returns it; that explains the arguments."""
+    """Print a table of the memory of a GPU and of a node's host that stage 3 needs to train ``model``; the other
+    arguments and errors are as for `zero2_live`."""
     print(
         estimate_zero3_live(
             model, gpus_per_node=num_gpus_per_node, nodes=num_nodes, additional_buffer_factor=additional_buffer_factor
@@ -53,9 +54,8 @@ def zero3_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the memory that stage 3 needs, as `zero_plan.estimate_zero3` returns it; that explains the other arguments.
-
-    ``total_params`` and ``largest_layer_params``: elements of the model and of its largest layer.
+    """Print the table of `zero3_live` for a model of ``total_params`` parameters (elements), of which the largest layer
+    has ``largest_layer_params``; the other arguments and errors are as there.
     """
     print(
         estimate_zero3(

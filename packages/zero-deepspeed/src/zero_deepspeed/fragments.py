@@ -149,15 +149,16 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 class _LocalFragment:
-    """This rank's ``fragment`` of one parameter in ``unit``, of its gradient and of its states. Values are 1-D. No
-    method communicates.
+    """Reads and writes this rank's ``fragment`` of one parameter in ``unit``, of its gradient and of its optimizer
+    states. ``partition``: of the engine. Values that it returns are 1-D. No method communicates.
     """
 
     def __init__(self, partition: Partition, unit: Unit, fragment: Fragment) -> None:
         self._partition, self._unit, self._fragment = partition, unit, fragment
 
     def master(self) -> torch.Tensor:
-        """Return a copy of the fragment's master, on the device or a tier; of the parameter where there is none."""
+        """Return a copy of the fragment's master, from the device or the tier that holds it; where there is no master,
+        a copy of the fragment of the parameter."""
         kept = self._stored_state("master")
         if kept is not None:
             return kept
@@ -169,8 +170,9 @@ class _LocalFragment:
         return copied
 
     def set_master(self, value: torch.Tensor) -> None:
-        """Replace the fragment of the parameter and of its master, on every tier, once running saves have copied them.
-        Other ranks hear of it with their next message. Raises `UsageError` for another size."""
+        """Replace the fragment of the parameter and of its master by ``value``, on every tier, once running saves have
+        copied the old values. The other ranks learn of the change with the engine's next collective. Raises
+        `UsageError` for another number of elements."""
         flat = self._flat(value)
         self._partition.readers.wait()
         if self._unit.states is not None and "master" in self._unit.states.kinds(self._name):
@@ -193,7 +195,8 @@ class _LocalFragment:
             return self._slice(averaged).clone()
 
     def set_gradient(self, value: torch.Tensor) -> None:
-        """Replace the fragment's averaged gradient; `UsageError` if the unit has none, or for another size."""
+        """Replace the fragment's averaged gradient by ``value``; `UsageError` if the unit has no reduced gradient, or
+        for another number of elements."""
         gradients = self._partition.runtime.gradients.get(self._unit.index)
         if gradients is None or not gradients.is_reduced:
             raise UsageError(f"parameter '{self._name}' has no gradient to replace; run backward first")
@@ -201,13 +204,14 @@ class _LocalFragment:
             self._slice(averaged).copy_(self._flat(value))
 
     def state(self, key: str) -> torch.Tensor | None:
-        """Return a copy of the fragment's optimizer state ``key``; None if there is none."""
+        """Return a copy of the fragment's optimizer state ``key``, such as `exp_avg`; None if there is none."""
         kept = self._stored_state(key)
         return kept if kept is not None else self._optimizer_state(key)
 
     def set_state(self, key: str, value: torch.Tensor) -> None:
-        """Replace the fragment's optimizer state ``key``, on its tier if states are there, once running saves have
-        copied it. Raises `UsageError` for another size, and if the torch optimizer has no such state."""
+        """Replace the fragment's optimizer state ``key`` by ``value``, on the tier that holds the states, once running
+        saves have copied the old one. Raises `UsageError` for another number of elements, and if the torch optimizer
+        has no such state."""
         self._partition.readers.wait()
         if self._unit.states is not None:
             self._unit.states.write({self._name: {key: self._flat(value).cpu()}})
@@ -234,7 +238,8 @@ class _LocalFragment:
         return None
 
     def _stored_state(self, kind: str) -> torch.Tensor | None:
-        """Return a 1-D copy of the state ``kind``, or of the "master", from the unit's tier; None if not there."""
+        """Return a 1-D copy of the fragment's state ``kind``, such as "exp_avg" or "master", from the store of the
+        unit's tier; None if the store does not hold it."""
         if self._unit.states is not None:
             for _, kept in self._unit.states.states([self._name]):
                 if kind in kept:
@@ -242,7 +247,8 @@ class _LocalFragment:
         return None
 
     def _slice(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the fragment's elements, as a view, of ``shard``: this rank's of the unit's weights or gradient."""
+        """Return the fragment's elements of ``shard`` as a view. ``shard``: this rank's shard, 1-D, of the unit's
+        weights, masters or gradients."""
         start = self._fragment.shard_offset
         return shard[start : start + self._fragment.length]
 
@@ -256,7 +262,7 @@ class _LocalFragment:
 
 
 def _local_fragments(param: nn.Parameter) -> Iterator[_LocalFragment]:
-    """Yield this rank's fragment of a parameter, if it has one.
+    """Yield this rank's fragment of a parameter, or nothing if this rank has none.
 
     Raises `UsageError` below stage 3, for a parameter that no engine has, and for a replicated one.
     """

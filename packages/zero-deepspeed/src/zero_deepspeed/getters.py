@@ -1,5 +1,5 @@
 """The small methods of DeepSpeed's engine: those that return a key of its configuration, and those that are not
-available."""
+available. A getter is a function that returns such a method's result, given the resolved configuration."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ Getter = Callable[[Config], Any]
 
 
 def _zero_getters(*names: str) -> dict[str, Getter]:
-    """Return getters ``zero_NAME`` of the keys ``NAME`` in `zero_optimization`."""
+    """Return name -> getter for methods ``zero_NAME`` that return the key ``NAME`` of section `zero_optimization`."""
     return {f"zero_{name}": attrgetter(f"zero_optimization.{name}") for name in names}
 
 
 def _stage3_getters(*names: str) -> dict[str, Getter]:
-    """Return getters ``zero_NAME`` of the keys ``stage3_NAME`` in `zero_optimization`."""
+    """Return name -> getter for methods ``zero_NAME`` that return the key ``stage3_NAME`` of section
+    `zero_optimization`."""
     return {f"zero_{name}": attrgetter(f"zero_optimization.stage3_{name}") for name in names}
 
 
 def _off_getters(*names: str) -> dict[str, Getter]:
-    """Return getters that return False, for features that the configuration refuses."""
+    """Return name -> getter for methods that return False, about features that the configuration refuses."""
     return {name: lambda _: False for name in names}
 
 
 def _autocast_dtype(config: Config) -> torch.dtype | None:
-    """Return the dtype that the section `torch_autocast` names; None if it names none, also where it is enabled."""
+    """Return the key `dtype` of section `torch_autocast`; None if it is not set, even if autocast is enabled."""
     name = config.torch_autocast.dtype
     return None if name is None else parse_dtype(name)
 
@@ -217,7 +218,7 @@ def refuse(name: str) -> Callable[..., NoReturn]:
     """Return a stand-in for a method of `REFUSED`, whose call raises `UnsupportedError`."""
 
     def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
-        """Raise `UnsupportedError`: the method is not available."""
+        """Raise `UnsupportedError`, which names what to use instead of the method."""
         raise UnsupportedError(f"DeepSpeedEngine.{name} is not available in zero-deepspeed: {REFUSED[name]}")
 
     return refused

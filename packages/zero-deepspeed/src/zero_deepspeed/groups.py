@@ -1,7 +1,7 @@
 """`deepspeed.utils.groups` and `parallel_state_sp`: the groups of the mpu; without one all ranks, or one rank.
 
-The mpu (`register_mpu`) says which ranks share a sequence or compute a layer together. As in DeepSpeed it is the one
-that `initialize` was given last.
+The mpu (Megatron's model-parallel unit) is an object whose methods say which ranks share a sequence or compute a layer
+together. As in DeepSpeed the functions here answer for the one that `initialize` was given last (`register_mpu`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def registered_mpu() -> Any:
 
 
 def open_sequence_groups(size: int) -> SequenceGroups:
-    """Return the registered groups of ``size`` ranks, opened and registered if they are not. Collective.
+    """Return the `SequenceGroups` in which every ``size`` consecutive ranks share a sequence: the registered ones, or
+    new ones, which are registered. Collective.
 
     Raises `SequenceError` on every rank if ``size`` does not divide the number of ranks.
     """
@@ -124,8 +125,9 @@ def model_parallel_group() -> dist.ProcessGroup:
 
 
 def _of_model_parallel(what: str, otherwise: Any) -> Any:
-    """Return ``what`` ("group", "rank", "world_size") of the mpu's model-parallel group under the first of its names
-    that the mpu has; ``otherwise`` without one."""
+    """Return ``what`` ("group", "rank", "world_size") of the mpu's model-parallel group, by the first of the methods
+    get_tensor_model_parallel_X, get_slice_parallel_X and get_model_parallel_X that the mpu has; ``otherwise`` without
+    such a method."""
     known = registered_mpu()
     for prefix in ("get_tensor_model_parallel_", "get_slice_parallel_", "get_model_parallel_"):
         if hasattr(known, prefix + what):

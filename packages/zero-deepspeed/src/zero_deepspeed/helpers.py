@@ -53,7 +53,8 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``; if it creates a tensor, on the device and in the dtype of this context."""
+        """Call the torch function ``func`` with its arguments and return the result; the constructors of tensors that
+        the class names create them on the device and in the dtype of this context."""
         keywords = dict(kwargs or {})
         if func not in _CONSTRUCTORS:
             return func(*args, **keywords)
@@ -86,8 +87,8 @@ def is_zero_supported_optimizer(optimizer: object) -> bool:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Return a copy of nested containers with every tensor copied to memory of its own on
-    ``device``, detached; parameters stay parameters."""
+    """Return a copy of nested containers ``item`` with every tensor copied to memory of its own on ``device``,
+    detached; parameters stay parameters."""
     return tree_map(lambda leaf: _copied(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, item)
 
 
@@ -99,8 +100,8 @@ def register_grad_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return a copy of nested containers in which tensors are on ``device``: those for
-    which ``criterion_func`` is true (None: all)."""
+    """Return a copy of nested containers ``item`` in which tensors are on ``device``: those for which
+    ``criterion_func`` is true (None: all)."""
 
     def moved(leaf: Any) -> Any:
         """Return a tensor that ``criterion_func`` accepts on ``device``; other values as they are."""
@@ -128,7 +129,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a detached copy on ``device``; of a parameter, a parameter."""
+    """Return a detached copy of ``tensor`` on ``device``, which is a parameter if ``tensor`` is one."""
     copied = tensor.detach().to(device, copy=True)
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 

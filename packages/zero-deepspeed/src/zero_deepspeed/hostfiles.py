@@ -14,7 +14,8 @@ logger = logging.getLogger("DeepSpeed")
 
 
 def parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
-    """Return host -> number of slots, in order, of lines `host slots=N`; empty lines and comments (`#`) are skipped.
+    """Return host -> number of slots (ranks that it takes), in order, of lines `host slots=N`; empty lines and comments
+    (`#`) are skipped.
 
     Raises ValueError for any other line, a host named twice, no slot, or no host at all.
     """
@@ -72,7 +73,8 @@ def parse_range_list(range_str: str) -> list[int]:
 
 
 def _named_slots(host_info: Mapping[str, list[int]], text: str) -> dict[str, set[int]]:
-    """Return host -> slots that a filter names. Raises ValueError as `parse_resource_filter`."""
+    """Return host -> slots that the filter ``text`` names, of ``host_info`` (host -> its slots). Form and errors are as
+    in `parse_resource_filter`."""
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
         host, colon, slots = part.partition(":")

@@ -49,7 +49,8 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Scheduler | None]:
-    """Return ``(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)``. Collective.
+    """Construct the engine that trains ``model``, and return ``(engine, engine.optimizer, engine.training_dataloader,
+    engine.lr_scheduler)``; an element other than the first is None where there is none. Collective.
 
     ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or urlsafe base64
     of JSON text. ``mpu``: the ranks that share a layer (tensor parallelism) or a sequence (Ulysses, whose
@@ -116,7 +117,8 @@ def _given_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _none_if_empty(parameters: Parameters | None) -> Parameters | None:
-    """Return the parameters as a list; None for None, and for an empty list, which frameworks pass for inference."""
+    """Return ``parameters`` as a list; None for None, and for no parameters: frameworks pass an empty list for
+    inference."""
     if parameters is None:
         return None
     listed: Any = list(parameters)
@@ -136,7 +138,8 @@ def _destroy_former_engines(model: nn.Module) -> None:
 
 
 def _refuse_mesh(mesh_param: Any) -> None:
-    """Raise `UnsupportedError` for a mesh (data, sequence) with more than one sequence-parallel rank."""
+    """Raise `UnsupportedError` if ``mesh_param``, the user's pair (data-parallel size, sequence-parallel size), asks
+    for more than one sequence-parallel rank; anything else passes."""
     size = mesh_param[1] if isinstance(mesh_param, (list, tuple)) and len(mesh_param) > 1 else 1
     if size > 1:
         raise UnsupportedError(

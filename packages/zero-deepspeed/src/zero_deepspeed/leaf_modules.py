@@ -1,4 +1,4 @@
-"""Leaf modules, whose parameters are gathered together, by DeepSpeed's names."""
+"""Leaf modules, by DeepSpeed's names: stage 3 gathers a leaf's parameters together with all those inside."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ LeafChoice = type[nn.Module] | str
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Make ``model`` a leaf module, gathered with all that is inside; with a false
-    ``flag`` no longer. Call it before `initialize`."""
+    """Make ``model`` a leaf module; with a false ``flag`` make it none any more. Call it before `initialize`."""
     set_leaf_modules(model, [""], leaf=flag)
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether ``model`` is gathered with all that is inside, by `set_z3_leaf_module` or the configuration."""
+    """Return whether ``model`` is a leaf module, by `set_z3_leaf_module` or the configuration."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
@@ -90,10 +89,10 @@ def set_z3_leaf_modules_by_suffix(
 def _set_leaves_by_name(
     wanted: list[str], find: Callable[[str], list[nn.Module]], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    """Set (``flag``) or unset the modules that ``find`` returns for the names ``wanted``; return them, and names
-    without any.
+    """Make the modules that ``find`` returns for the names ``wanted`` leaf modules, or with a false ``flag`` none any
+    more; return (these modules, the names for which there are none).
 
-    Raises `UsageError`, and changes nothing, if a name has none and ``raise_if_not_found``.
+    Raises `UsageError`, and changes nothing, if ``raise_if_not_found`` and there are no modules for some name.
     """
     found = {id(module): module for name in wanted for module in find(name)}
     missing = [name for name in wanted if not find(name)]
@@ -105,8 +104,8 @@ def _set_leaves_by_name(
 
 
 def _set_leaves_by_class(model: nn.Module, classes: list[Any], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
-    """Set (``flag``) or unset the modules of these classes or class names as leaf modules;
-    return them. Raises as `set_z3_leaf_modules`."""
+    """Make the modules of these classes or class names leaf modules, or with a false ``flag`` none any more; return
+    them. Raises as `set_z3_leaf_modules`."""
     for choice in classes:
         if not isinstance(choice, (str, type)):
             raise UsageError(f"leaf_module_classes: expected classes or their names, got {choice!r}")
@@ -119,8 +118,8 @@ def _set_leaves_by_class(model: nn.Module, classes: list[Any], flag: bool, raise
 
 
 def _is_of_class(module: nn.Module, choice: LeafChoice) -> bool:
-    """Return whether a module is of the class ``choice`` (or a subclass), or its own class has this name, short or with
-    its module's.
+    """Return whether ``module`` is an instance of the class ``choice`` or, if that is a text, whether it is the name of
+    the module's own class, short or with the name of the Python module in front.
     """
     if isinstance(choice, str):
         kind = type(module)

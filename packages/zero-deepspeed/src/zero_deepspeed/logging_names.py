@@ -12,7 +12,7 @@ logger = logging.getLogger("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` on the ranks in ``ranks`` (None, empty, or with -1 in it: all), with this rank in front."""
+    """Log ``message`` on the ranks in ``ranks`` (None, empty, or with -1 in it: all), behind the number of the rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)

@@ -17,7 +17,8 @@ SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
 class MonitorConfig:
-    """The `SECTIONS` of a configuration, each an attribute of that name, and whether any is ``enabled``.
+    """The sections of a configuration that say where metrics go (`SECTIONS`), each an attribute of that name, and
+    whether any is ``enabled``.
 
     ``sections``: name -> values as in a configuration; defaults for those left out. Raises `ConfigError`.
     """
@@ -31,7 +32,8 @@ class MonitorConfig:
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorConfig:
-    """Return the `SECTIONS` of a configuration, with defaults for those that it lacks. Raises `ConfigError`."""
+    """Return the monitor sections of a configuration (`SECTIONS`), with defaults for those that it lacks. Raises
+    `ConfigError`."""
     return MonitorConfig(**{section: param_dict[section] for section in SECTIONS if section in param_dict})
 
 
@@ -51,7 +53,8 @@ class MonitorMaster:
         self._monitor = build_monitor(monitor_config.resolved, dist.get_rank() if dist.is_initialized() else 0)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write events, (name, value, number of samples) each; do nothing on ranks other than 0."""
+        """Write the events, (name, value, number of samples trained so far) each, to all enabled outputs; do nothing on
+        ranks other than 0."""
         self._monitor.write_events(event_list)
 
 

@@ -13,8 +13,8 @@ from .optimizer import DeepSpeedOptimizer
 
 
 class ParameterOffload(DeepSpeedOptimizer):
-    """Removes the hooks of an engine's model and registers them again; it is also the handle in its own
-    ``forward_hooks``.
+    """Removes the hooks with which an engine gathers the parameters of its model, and registers them again. It stands
+    for all of them as the one handle in its own ``forward_hooks``.
 
     Without the hooks the model runs as a plain module: inside `GatheredParameters(model.parameters())`, ranks may then
     call it a different number of times.
@@ -55,7 +55,8 @@ class HookedModule:
         self._module = module
 
     def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return an empty iterator: `named_parameters` has every parameter of the model."""
+        """Return an empty iterator: `named_parameters` has every parameter of the model, also those that are used
+        outside of the module that owns them."""
         return iter(())
 
     def __getattr__(self, name: str) -> Any:

@@ -1,6 +1,6 @@
-"""`deepspeed.ops.op_builder`: what scripts ask DeepSpeed's builders of its operators.
+"""`deepspeed.ops.op_builder`: the classes that scripts ask whether DeepSpeed's operators (C++ extensions) are there.
 
-Nothing is built: what an operator does here is in the packages. `load` therefore returns no extension.
+Nothing is built: other packages of this project do the operators' work. `load` therefore returns no extension.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OpBuilder:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        """Raise `UnsupportedError` for the operator's compiled module."""
+        """Raise `UnsupportedError`, which says that no operator is compiled here and what to use instead."""
         raise UnsupportedError(f"{type(self).__name__}: no operator is compiled here; use {self.instead}")
 
 

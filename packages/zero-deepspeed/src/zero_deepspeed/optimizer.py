@@ -69,9 +69,10 @@ class LossScaler:
 class ZeROOptimizer(DeepSpeedOptimizer):
     """The torch optimizer of an engine, with attributes and methods of DeepSpeed's ZeRO optimizers.
 
-    ``param_groups``, ``state`` and ``defaults`` are the torch optimizer's own objects. ``parameter_offload``: at stage
-    3 an attribute of that name; else None, and no attribute. ``sharded``: what holds the torch optimizer. It keeps no
-    reference to ``engine``: when that is gone, most of it raises `UsageError`.
+    ``sharded``: the engine's optimizer, which holds the torch optimizer. ``parameter_offload``: what becomes the
+    attribute of that name, at stage 3; None for no such attribute. ``param_groups``, ``state`` and ``defaults`` are the
+    torch optimizer's own objects. The object keeps only a weak reference to ``engine``: once the engine is gone, most
+    attributes and methods raise `UsageError`.
     """
 
     def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameter_offload: DeepSpeedOptimizer | None) -> None:
@@ -97,7 +98,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Return the torch optimizer's defaults. It is the optimizer's own dict."""
+        """Return the torch optimizer's default options, its own dict."""
         return self._sharded.inner.defaults
 
     @property
@@ -137,19 +138,19 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """Return this rank's masters, unit by unit: the flat master itself of a unit if it is on the device, else for
-        each parameter a copy from its tier."""
+        """Return this rank's masters, 1-D, unit by unit: a unit's flat master itself if that is on the device, else
+        copies of its parameters' fragments of the master from the tier that holds them."""
         partition = self._engine.partition
         return [tensor for unit in partition.units for tensor in _masters(partition, unit)]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state by DeepSpeed's names: the torch optimizer's state dict and the masters (copies only
-        of those in a tier's store).
+        """Return this rank's state by DeepSpeed's names: the torch optimizer's state dict, the masters (see
+        `fp32_partitioned_groups_flat`), the stage, the number of ranks, the version and facts about the last step.
 
-        The keys of both are those of DeepSpeed's optimizer of the stage; others say the stage, the number of ranks, the
-        version and the loss scale. `engine.save_checkpoint` saves the state of all ranks.
+        The keys of the first two are those of DeepSpeed's optimizer of the stage. `engine.save_checkpoint` saves the
+        state of all ranks.
         """
         stage = self._engine.zero_optimization_stage()
         inner, masters = _STATE_KEYS[stage == 3]
@@ -179,8 +180,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._sharded.inner.load_state_dict(state_dict[key])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated so far (`engine.step` does so itself). ``set_to_none``: as in
-        `Engine.zero_grad`.
+        """Drop the gradients accumulated so far, by `Engine.zero_grad`, which gets ``set_to_none`` (`engine.step` drops
+        them itself).
         """
         self._engine.zero_grad(set_to_none)
 
@@ -217,8 +218,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 def _masters(partition: Partition, unit: Unit) -> list[torch.Tensor]:
-    """Return this rank's masters of a unit: the flat one itself, or copies of those of its fragments in a store; empty
-    if there are none.
+    """Return this rank's masters of ``unit``, 1-D: the flat one itself if it is on the device, else copies of those of
+    its parameters' fragments from the tier's store; empty if there are none.
     """
     if unit.master is not None:
         return [unit.master]

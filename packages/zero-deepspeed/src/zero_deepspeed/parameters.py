@@ -89,7 +89,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_id(self) -> int:
-        """Return its unique number, in order of creation: the same on all ranks."""
+        """Return the parameter's unique number, in order of creation: the same on all ranks."""
         return _facts(self).number
 
     @property
@@ -104,7 +104,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_param_type(self) -> ZeroParamType:
-        """Return PARTITIONED."""
+        """Return PARTITIONED: only sharded parameters are of this class."""
         return ZeroParamType.PARTITIONED
 
     @property
@@ -152,7 +152,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_persist(self) -> bool:
-        """Return whether it is persistent: always gathered, as small parameters are."""
+        """Return whether the parameter is persistent: always gathered, as small parameters are."""
         place = _find_unit(self)
         return place is not None and place[0].plan.persistent
 
@@ -163,7 +163,8 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def is_external_param(self) -> bool:
-        """Return whether `register_external_parameter` was ever called for it; unregistering does not change that."""
+        """Return whether `register_external_parameter` was ever called for the parameter; unregistering does not change
+        that."""
         return _facts(self).external
 
     @property
@@ -278,7 +279,8 @@ class ZeroParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain parameter with the present ``data``, which is a placeholder of NaN while it is released."""
+        """Pickle the parameter as a plain one with the present ``data``, which is a placeholder of NaN while the
+        parameter is released."""
         with torch._C.DisableTorchFunctionSubclass():
             data = self.data
         return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -305,15 +307,15 @@ def remove_names(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def count_gathers(parameters: Iterable[object], change: int) -> None:
-    """Add ``change`` to the number of the user's open gathers of each parameter: 1 at the start of one, -1 at its end.
-    Plain parameters are ignored."""
+    """Add ``change`` to each parameter's number of gathers that the user has open: 1 when a gather begins, -1 when it
+    ends. Plain parameters are ignored."""
     for parameter in parameters:
         if isinstance(parameter, ZeroParameter):
             _facts(parameter).gathers += change
 
 
 def mark_external(parameter: nn.Parameter) -> None:
-    """Mark a parameter as used by a module that does not own it; do nothing for a plain one."""
+    """Mark a parameter as used by a module that does not own it (`is_external_param`); do nothing for a plain one."""
     if isinstance(parameter, ZeroParameter):
         _facts(parameter).external = True
 
@@ -339,7 +341,7 @@ def _shard_group(parameter: nn.Parameter) -> Group | None:
 
 
 def _find_unit(parameter: nn.Parameter) -> tuple[Unit, int] | None:
-    """Return the unit of the parameter and its index in the unit; None outside of an engine, and for a replicated
-    one."""
+    """Return (the parameter's unit, its index in the unit's layout); None for a parameter that no engine owns, and for
+    a replicated one."""
     owner: Partition | None = owner_of(parameter)
     return None if owner is None else owner.find(parameter)

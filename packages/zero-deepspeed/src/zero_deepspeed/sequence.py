@@ -22,11 +22,11 @@ _SPREAD: WeakKeyDictionary[nn.Module, Ulysses] = WeakKeyDictionary()
 
 
 class UlyssesMpu:
-    """The mpu that `UlyssesSPAttentionHF.register_with_transformers` returns: the methods of `SequenceGroups`, and the
-    attention that `initialize` is to spread.
+    """The mpu that `UlyssesSPAttentionHF.register_with_transformers` returns: it has the methods of `SequenceGroups`,
+    and spreads the model that `initialize` gets.
 
-    ``attention``: its name in Transformers; None for the model's. ``disable_in_eval``: see
-    `register_with_transformers`. ``groups``, also an attribute: those that it answers for.
+    ``groups``, also an attribute: the groups whose methods it has. ``attention``: the name in Transformers of the
+    attention to compute; None for the model's. ``disable_in_eval``: see `register_with_transformers`.
     """
 
     def __init__(self, groups: SequenceGroups, attention: str | None, disable_in_eval: bool) -> None:
@@ -41,8 +41,8 @@ class UlyssesMpu:
         return getattr(self.groups, name)
 
     def spread(self, model: nn.Module) -> None:
-        """Spread the models of Transformers in ``model``, after undoing an earlier spread of it, and set its attention
-        if one was chosen. Raises `SequenceError`.
+        """Spread the models of Transformers in ``model``, in place, after undoing an earlier spread of it, and set its
+        attention if one was chosen. Raises `SequenceError` for a model that cannot be spread.
         """
         known = _SPREAD.pop(model, None)
         if known is not None:
@@ -114,11 +114,11 @@ class UlyssesSPDataLoaderAdapter(SequenceLoader):
 
 
 def mpu_for(given: Any, model: Any) -> Any:
-    """Return the mpu that ``given`` to `initialize` means, registered, with ``model`` spread if it is a `UlyssesMpu`
-    and the model is not spread yet. Raises `SequenceError` for a model that cannot be spread.
+    """Return the mpu to use for the argument ``mpu`` of `initialize`, ``given``, and register it for `groups.py`; a
+    `UlyssesMpu` also spreads ``model`` unless that is done already.
 
-    ``given``: None, which registers nothing, an mpu, or the module `parallel_state_sp`, which stands for the groups
-    that it opened.
+    ``given``: an mpu; or None, for which None is returned and nothing is registered; or the module `parallel_state_sp`,
+    which stands for the groups that it opened. Raises `SequenceError` for a model that cannot be spread.
     """
     mpu = registered_mpu() if hasattr(given, "initialize_sequence_parallel") else given
     if isinstance(mpu, UlyssesMpu) and isinstance(model, nn.Module) and model not in _SPREAD:

@@ -61,7 +61,8 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """`sequence_tiled_compute` as an autograd function's ``apply``, with keys and values apart."""
+    """`sequence_tiled_compute` in the form of an autograd function's ``apply``, as in DeepSpeed: the names of the
+    tensors and the tensors themselves are separate arguments."""
 
     @staticmethod
     def apply(
@@ -76,7 +77,8 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """Return `sequence_tiled_compute` of ``args``: the values of ``keys_to_shard``, then of ``keys_to_pass``."""
+        """Return the result of `sequence_tiled_compute`, which explains the arguments. ``args``: the values of
+        ``keys_to_shard`` (names of ``kwargs_to_shard``), then those of ``keys_to_pass``."""
         count = len(keys_to_shard)
         return sequence_tiled_compute(
             fn,

@@ -39,7 +39,8 @@ _NUMBERS: dict[type, TypeAdapter[Any]] = {bool: TypeAdapter(bool), int: TypeAdap
 
 
 def raw_config(source: Any) -> dict[str, Any]:
-    """Return a dict as it is, and the content of a JSON or Hjson file or of urlsafe base64 of JSON text as a dict.
+    """Return the user's configuration as a dict: a dict itself, or the content of a JSON or Hjson file or of urlsafe
+    base64 of JSON text.
 
     ``source``: any of these; a string is taken for a path if there is such a file. Raises `ConfigError` for anything
     else.
@@ -62,11 +63,11 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True,
     ``world_size``: the ranks over which states are sharded. ``trains``: false without an optimizer; then the section
     `scheduler` has no effect. ``sequence``: the ranks that share a sequence, as the mpu says.
 
-    Accepted are removed keys of DeepSpeed that ask for nothing; with a warning, unknown keys at the top and in sections
-    that DeepSpeed reads key by key, which are left out, offload at stage 0 and numbers of a dynamic loss scale that is
-    not used, which have no effect, and `data_types.grad_accum_dtype` that holds less than the parameters' dtype, for
-    which float32 is used; a warm-up of 0 steps, which becomes 1 step; booleans, numbers and lists written in another
-    way, where DeepSpeed takes them. Raises `ConfigError`.
+    Where DeepSpeed is lenient, so is this. Removed keys of DeepSpeed that ask for nothing are left out. A warm-up of 0
+    steps becomes 1 step. Booleans, numbers and lists may be written in another way where DeepSpeed takes them. With a
+    warning, it leaves out unknown keys at the top and in sections that DeepSpeed reads key by key, offload at stage 0,
+    numbers of a dynamic loss scale that is not used, and a `data_types.grad_accum_dtype` that holds less than the
+    parameters' dtype (float32 is used then). Raises `ConfigError` for anything else that is wrong.
     """
     data = read(raw)
     if not trains:
@@ -82,9 +83,9 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True,
 
 
 def load_for_construction(raw: Mapping[str, Any], world_size: int) -> Config:
-    """Return ``raw`` resolved as by `load_config`, without batch sizes, optimizer and schedule, for building a model.
-
-    Frameworks may not have filled in every "auto" of these yet.
+    """Return ``raw`` resolved as by `load_config`, but without its batch sizes, optimizer and schedule, in which
+    frameworks may have left values "auto" while a model is built. The micro-batch size is 1 instead. ``world_size``:
+    the ranks over which states are sharded.
     """
     unresolved = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     kept = {key: value for key, value in raw.items() if key not in (*unresolved, "optimizer", "scheduler")}
@@ -114,7 +115,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of the (key, value) ``pairs`` of a file. Raises `ConfigError` for a key that it has twice."""
+    """Return the (key, value) ``pairs`` of an object in the file ``path`` as a dict. Raises `ConfigError` if a key
+    comes twice."""
     counts = Counter(key for key, _ in pairs)
     repeated = [key for key, count in counts.items() if count > 1]
     if repeated:
@@ -174,8 +176,9 @@ def _drop_unknown_keys(data: dict[str, Any]) -> None:
 
 
 def _lenient_sections(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
-    """Yield (path with a dot at the end, section, its known keys) of sections in which DeepSpeed ignores other keys.
-    The section aio comes twice if it has a key and its alias; then the alias is not known.
+    """Yield (path with a dot at the end, section, its known keys) for each section in which DeepSpeed ignores unknown
+    keys; the path of the top is empty. The section aio comes twice if it has a key and its alias, the second time
+    without aliases among the known keys.
     """
     yield "", data, {*known_keys(""), *REMOVED_KEYS, SCHEMA_KEY}
     for name in _READ_KEY_BY_KEY:
@@ -186,7 +189,8 @@ def _lenient_sections(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 
 
 def _drop_idle_offload(data: dict[str, Any]) -> None:
-    """Delete `offload_optimizer` from ``data`` at stage 0 or "auto", with a warning, if it names a device."""
+    """Delete `zero_optimization.offload_optimizer` from ``data``, with a warning, if it names a device while the stage
+    is 0 or "auto"."""
     zero = data.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, "auto"):
         return
@@ -213,7 +217,8 @@ def _drop_unused_scale(data: dict[str, Any]) -> None:
 
 
 def _drop_narrow_accumulation(data: dict[str, Any]) -> None:
-    """Delete `grad_accum_dtype` from ``data`` if it is a 16-bit format other than the parameters', with a warning."""
+    """Delete `data_types.grad_accum_dtype` from ``data``, with a warning, if it is fp16 or bf16 but not the dtype of
+    the parameters."""
     types = data.get("data_types")
     if not isinstance(types, dict) or types.get("grad_accum_dtype") not in ("fp16", "bf16"):
         return
@@ -226,12 +231,12 @@ def _drop_narrow_accumulation(data: dict[str, Any]) -> None:
 
 
 def _convert_values(data: dict[str, Any]) -> None:
-    """Replace, in ``data``, values that are written in another way, where DeepSpeed takes them.
+    """Replace values in ``data`` that have another type than their key by values of that type, where DeepSpeed takes
+    them too.
 
-    In the sections that it reads by models these are 0, 1, "true" or "off" for a boolean and a string for a number; in
-    `leaf_module` also one string for a list of them. What it reads key by key, at the top and in other sections, it
-    uses as it is, so there only 0 and 1 stand for a boolean: "false" would be true, and "16" would be no number. What
-    is not converted stays, to be refused by name.
+    In the sections that DeepSpeed reads by pydantic models, these are 0, 1, "true" or "off" for a boolean, a string for
+    a number, and in `leaf_module` one string for a list of them. At the top and in other sections DeepSpeed uses values
+    as they are, so there only 0 and 1 are replaced, for a boolean. All else stays, to be refused later.
     """
     for path, section, kinds in value_kinds(data):
         top = path.partition(".")[0]

@@ -26,8 +26,8 @@ _MOST_TAG_CHARACTERS = 4096
 
 
 def state_files(state: TrainingState, config: dict[str, Any], client_state: dict[str, Any]) -> dict[str, bytes]:
-    """Return name -> content (for `torch.load`) of the model's file and, from stage 1 with an optimizer, the
-    optimizer's.
+    """Return name -> content (for `torch.load`) of the model's file and, from stage 1 on if there is an optimizer, of
+    the optimizer's file.
 
     ``state``: of the engine that saves. ``config``: as the user gave it. ``client_state``: as the user gave it; its
     keys stand beside DeepSpeed's in the model's file, and replace those of the same name.
@@ -63,7 +63,8 @@ def state_files(state: TrainingState, config: dict[str, Any], client_state: dict
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """Return the path of the model's file in ``checkpoint_dir``, the folder of a tag.
+    """Return the path of the first rank's model file in ``checkpoint_dir``, the folder of a tag, which was saved at
+    ``zero_stage``.
 
     Raises FileNotFoundError if the folder or the file is not there, `UsageError` for a stage other than 0 to 3.
     """
@@ -74,7 +75,8 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 def latest_universal(root: str | os.PathLike[str]) -> str | None:
-    """Return the tag of the newest universal checkpoint in ``root``, by its file of that name; None without one."""
+    """Return the tag of the newest universal checkpoint in the folder ``root``, as its file `latest_universal` names
+    it; None without such a file, or if it is empty."""
     path = Path(root) / "latest_universal"
     if not path.is_file():
         return None
@@ -83,17 +85,20 @@ def latest_universal(root: str | os.PathLike[str]) -> str | None:
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """Return the paths of the optimizer's files in the folder of a tag, by rank. Raises FileNotFoundError."""
+    """Return the paths of the optimizer's files in ``checkpoint_dir``, the folder of a tag, in the order of ranks.
+    Raises FileNotFoundError if the folder or the files are not there."""
     return _files_by_rank(checkpoint_dir, _OPTIMIZER_FILES)
 
 
 def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """Return the paths of the model's files in the folder of a tag, by rank. Raises FileNotFoundError."""
+    """Return the paths of the model's files in ``checkpoint_dir``, the folder of a tag, in the order of ranks. Raises
+    FileNotFoundError if the folder or the files are not there."""
     return _files_by_rank(checkpoint_dir, "*_model_states.pt")
 
 
 def _model_file_name(stage: int, model_parallel_rank: int) -> str:
-    """Return the name of the model's file; `UsageError` for an impossible stage."""
+    """Return DeepSpeed's name of the model's file at ``stage`` for a rank of a model-parallel group; `UsageError` for a
+    stage other than 0 to 3."""
     if stage not in (0, 1, 2, 3):
         raise UsageError(f"zero_stage: expected 0, 1, 2 or 3, got {stage!r}")
     return f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_{model_parallel_rank:02d}_model_states.pt"
@@ -108,7 +113,8 @@ def _existing_folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
 
 
 def _files_by_rank(checkpoint_dir: str | os.PathLike[str], pattern: str) -> list[str]:
-    """Return the files that match ``pattern``, sorted by the numbers in their names. Raises FileNotFoundError."""
+    """Return the paths of the files in a folder that match ``pattern``, sorted by the numbers in their names, which are
+    ranks. Raises FileNotFoundError if the folder is not there or none match."""
     found = _existing_folder(checkpoint_dir).glob(pattern)
     numbered = sorted(found, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
     if not numbered:

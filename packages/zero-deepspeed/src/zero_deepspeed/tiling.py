@@ -54,8 +54,8 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def copy_params_from(self, other: nn.Module) -> None:
-        """Copy weight and bias of ``other``, a linear layer with the same features. Collective where they are
-        sharded."""
+        """Copy weight and bias of ``other``, a linear layer with the same numbers of features, into the tiles.
+        Collective where the parameters of either are sharded."""
         source = cast(nn.Linear, other)
         given = [parameter for parameter in (source.weight, source.bias) if parameter is not None]
         with torch.no_grad(), gathered_anywhere([*given, *self.parameters()], 0):
@@ -67,7 +67,8 @@ class TiledLinear(nn.Module):
                         tile.bias.copy_(source.bias[begin:end])
 
     def forward(self, input_: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-        """Return the output (..., out_features) for the input (..., in_features), or split as the class says."""
+        """Return the layer's output (..., out_features) for ``input_`` (..., in_features); either may be split along
+        its last dimension, as the class says."""
         if self.input_is_already_split or not isinstance(input_, torch.Tensor):
             inputs = list(input_)
         else:
@@ -81,7 +82,7 @@ class TiledLinear(nn.Module):
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
     def _tile(self, row: int, column: int) -> nn.Linear:
-        """Return one tile."""
+        """Return the tile ``linears[row][column]``."""
         return cast(nn.Linear, cast(nn.ModuleList, self.linears[row])[column])
 
 

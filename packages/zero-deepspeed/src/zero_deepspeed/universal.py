@@ -16,7 +16,8 @@ logger = logging.getLogger("DeepSpeed")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's arguments; ``arguments``: None for those of this process."""
+    """Return the parsed command line ``arguments``; None for those of this process. Exits with status 2 if they are
+    wrong, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="ds_to_universal", description="Convert a checkpoint to DeepSpeed's universal form."
     )
@@ -31,8 +32,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(args: argparse.Namespace | None = None) -> None:
-    """Convert as `parse_arguments` says, and name the new folder in `latest_universal` beside it; ``args``: its result,
-    None for the command line. Raises `zero_ckpt.CheckpointError`, and `UsageError` if the output exists."""
+    """Convert the checkpoint in ``args.input_folder`` to a universal one in ``args.output_folder``, and write the new
+    folder's name to the file `latest_universal` beside it.
+
+    ``args``: the result of `parse_arguments`; None to parse this process's command line. Raises
+    `zero_ckpt.CheckpointError`, and `UsageError` if the output exists.
+    """
     asked = parse_arguments() if args is None else args
     output = Path(asked.output_folder).absolute()
     if output.exists():

@@ -15,16 +15,21 @@ from zero_partition.micro_batches import LossOf
 
 
 class WholeSteps:
-    """Takes the steps of ``engine``, from the batches that are given or from its training data."""
+    """Takes whole optimizer steps of ``engine``, over the micro-batches that are given or those of its training
+    data."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._repeating: RepeatingLoader[Any] | None = None
 
     def take(self, batches: Iterable[Any] | None, loss_fn: LossOf, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Take a step over ``batches`` as `Engine.train_batch`, by default over the next batches of the engine's
-        training data, which begin again at their end. Return the mean loss over the micro-batches and the ranks of
-        ``group``, detached, a scalar. Raises `UsageError` without either. Collective."""
+        """Take one optimizer step over ``batches`` by `Engine.train_batch`, by default (None) over the next ones of the
+        engine's training data, which begin again at their end. Return the mean loss over the micro-batches and the
+        ranks of ``group`` (None: all), detached, a scalar.
+
+        ``loss_fn``: returns the loss, given the model's output and the micro-batch. Raises `UsageError` without batches
+        and training data. Collective.
+        """
         loss = self._engine.train_batch(self._training_data() if batches is None else batches, loss_fn)
         if dist.is_initialized() and (ranks := dist.get_world_size(group)) > 1:
             loss = loss.clone()  # the instruments may keep it
@@ -33,12 +38,13 @@ class WholeSteps:
         return loss
 
     def restart_data(self) -> None:
-        """Begin a new iteration over the training data with the next step, as their position was loaded."""
+        """Make the next step begin a new iteration over the training data: loading a checkpoint has set the position
+        from which it continues."""
         self._repeating = None
 
     def _training_data(self) -> RepeatingLoader[Any]:
-        """Return the iteration over the training data that has begun, or begin one. Raises `UsageError` without
-        training data."""
+        """Return the endless iteration over the training data, begun before if the engine's loader is still the same.
+        Raises `UsageError` without training data."""
         loader = self._engine.training_dataloader
         if loader is None:
             raise UsageError(

@@ -34,7 +34,8 @@ _STANDBY_SECONDS = 10.0
 
 
 class Agent(LocalElasticAgent):
-    """torch's elastic agent for the ranks of one host, with our rules about output, failures and ends.
+    """torch's elastic agent for the ranks of one host, with our rules about output, failures and ends. An attempt is
+    one start of all ranks; a standby is a process that has imported what a rank needs, and becomes one at a restart.
 
     ``spec``: torch's description of the ranks. ``files``: the folders of their files. ``job_id``: of the job on this
     host. ``grace_seconds``: how long ranks may take to end once the job is to stop. ``sinks``: where the ranks' stdout
@@ -94,16 +95,16 @@ class Agent(LocalElasticAgent):
         """The processes that ranks left behind and that did not end when they were asked to."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Wait for the next round, in which the ranks get their numbers; first set how many there are on this host,
-        which may have changed (``ranks_now``).
+        """Wait for the next attempt, in which the ranks get their numbers. Before that, set the number of ranks of this
+        host by ``ranks_now``, as it may have changed.
         """
         if self._ranks_now is not None:
             worker_group.spec.local_world_size = self._ranks_now()
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks of an attempt, show their output, and watch them; return local rank -> pid (torch's
-        contract). Ranks that are to save and leave get that order at once."""
+        """Start the ranks of an attempt, begin to show their output and to watch them, and return local rank -> pid, as
+        torch's agent expects. If the ranks are to save and leave already, they get that order at once."""
         self._streamer = Streamer()
         self._started_at = time.time()
         self._stopping = False
@@ -137,7 +138,7 @@ class Agent(LocalElasticAgent):
         return ids
 
     def _start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks, from standbys where there are any; return local rank -> pid."""
+        """Start the processes of the ranks, from standbys where there are any; return local rank -> pid."""
         standby_pool = self._files.standby_pool
         if standby_pool is None or not standby_pool.pids:
             fresh: dict[int, Any] = super()._start_workers(worker_group)
@@ -163,8 +164,8 @@ class Agent(LocalElasticAgent):
         return context.pids()
 
     def _status_of(self, pid: int) -> int | None:
-        """Return the exit status of a rank (a signal is negative); None while it runs. Raises ChildProcessError if it
-        is reaped."""
+        """Return the exit status of the rank with this ``pid`` (minus the number of a signal); None while it runs.
+        Raises ChildProcessError if its status was taken already."""
         standby_pool = self._files.standby_pool
         forked = None if standby_pool is None else standby_pool.rank(pid)
         return exit_status(pid) if forked is None else forked.poll()
@@ -180,8 +181,8 @@ class Agent(LocalElasticAgent):
             self._files.standby_pool.close()
 
     def _prepare_restart(self) -> None:
-        """Start a standby that is still missing if the job has standbys and restarts remain, once every rank trains or
-        10 s after the start."""
+        """Start a standby if the job has standbys, one is missing, and restarts remain; not before every rank trains or
+        10 s have passed since the start."""
         standby_pool = self._files.standby_pool
         if standby_pool is None or self._remaining_restarts <= 0:
             return
@@ -248,13 +249,14 @@ class Agent(LocalElasticAgent):
             self._files.orders.give(END)
 
     def _have_left(self, order: str) -> RunResult:
-        """Return the result, a success, of an attempt in which every rank has ended, some on ``order``; keep the
-        order."""
+        """Return the result, a success, of an attempt in which every rank has ended, some because they were told to
+        (``order``, see orders.py); set ``left_for`` to the order."""
         self.left_for = order
         return RunResult(state=WorkerState.SUCCEEDED, return_values={record.rank: None for record in self._records})
 
     def _notice(self, ended: Sequence[int]) -> None:
-        """Print remarks about ranks that hold the job up: stopped, late or ended. ``ended``: those with status 0."""
+        """Print remarks about ranks that hold the job up, as they are stopped, have not connected to the store, or have
+        ended. ``ended``: the ranks with status 0."""
         self._here.find_arrivals(ended, self._watcher.records)
         self._say_all(self._here.stopped())
         self._presence.update(self._here.arrived, ended)
@@ -277,13 +279,13 @@ class Agent(LocalElasticAgent):
         print(f"zero-launch: {why}", file=sys.stderr, flush=True)
 
     def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
-        """Return why the ranks cannot finish, by the records of this host's ranks; None while they may. ``stalled``:
-        the ranks of this host all wait, and none has moved."""
+        """Return a text about why the ranks cannot finish, by the flight ``records`` (by rank) of this host's ranks;
+        None while they may. ``stalled``: the ranks of this host all wait, and none has moved."""
         return explain(records, stalled=stalled and len(records) == self._world_size)
 
     def _fail(self) -> None:
-        """End what is left of a failed attempt. If restarts remain, print the failure; but when attempts keep failing
-        alike, give up the restarts and add why to ``notes``."""
+        """End the ranks that still run in a failed attempt. If restarts remain, print the failure; but if attempts keep
+        failing alike, use no more restarts, and add why to ``notes``."""
         self._end(signal.SIGTERM)
         if self._remaining_restarts <= 0:
             return
@@ -300,7 +302,7 @@ class Agent(LocalElasticAgent):
         print(f"zero-launch: {self.error([])}\nzero-launch: restart {number} of {total}", file=sys.stderr, flush=True)
 
     def _restarts_so_far(self) -> int:
-        """Return the number of restarts so far."""
+        """Return the number of restarts that have taken place."""
         return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -356,7 +358,7 @@ class Agent(LocalElasticAgent):
                 record.left_for = self._files.orders.answer(record.rank)
 
     def _left_first(self) -> list[int]:
-        """Return the ranks that ended with status 0, or whose script did, before any rank failed."""
+        """Return the ranks that ended with status 0, or whose script came to its end, before any rank failed."""
         failed = min((self._started_at + failure.seconds for failure in self.failures()), default=time.time())
         well = [record for record in self._records if record.ended_well]
         return [record.rank for record in well if record.end is None or record.end.at < failed]

@@ -84,8 +84,8 @@ class Channel:
         self._threads[1].join(seconds)
 
     def _write(self) -> None:
-        """Send what is queued, and `beat` after each half second without, until `close`
-        or an error; a thread's function."""
+        """Send the queued messages, and a `beat` after each half second without one, until `close` or an error; then
+        close the writing end. The function of the writing thread."""
         try:
             while True:
                 try:
@@ -105,8 +105,8 @@ class Channel:
             self.broken = True
 
     def _read(self) -> None:
-        """Put the messages that arrive into the inbox until the stream ends or has a line that is no
-        message, then `eof`; a thread's function."""
+        """Put the messages that arrive into the inbox until the stream ends or a line is no valid message, then a
+        message `eof`. The function of the reading thread."""
         why = "the connection was closed"
         try:
             while line := self._reader.readline(MAX_MESSAGE_BYTES + 1):

@@ -1,4 +1,5 @@
-"""The command `zero-launch`, also `python -m zero_launch`."""
+"""The command `zero-launch`, also `python -m zero_launch`. ``options`` are always the parsed command line
+(options.py)."""
 
 from __future__ import annotations
 
@@ -96,15 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _nearest_command(words: Sequence[str]) -> str:
-    """Return the end of an error about a missing script: the command that the first of ``words`` may mean, or empty."""
+    """Return the end of an error about a missing script: a question whether the first of the command line's ``words``
+    was to be `doctor` or `slurm-script`, if it is similar to one of these; else empty."""
     near = difflib.get_close_matches(words[0], ("doctor", "slurm-script"), n=1) if words else []
     return f"; did you mean 'zero-launch {near[0]}'?" if near else ""
 
 
 @contextlib.contextmanager
 def _recording_failures(folder: str | None) -> Iterator[None]:
-    """Write a LaunchError of the block into the record ``folder`` (None: nowhere), print where the report is, and raise
-    it again."""
+    """Context manager: if the block raises LaunchError, write the failure into the record ``folder`` (None: nowhere),
+    print where the report is, and raise the error again."""
     try:
         yield
     except LaunchError as error:
@@ -197,8 +199,9 @@ def _run_node(options: argparse.Namespace, node: Node) -> None:
 
 
 def _node(options: argparse.Namespace) -> Node | None:
-    """Return this node, if every node of the job has a command line of its own, by `--no_ssh` or Slurm's or a pod's
-    variables; else None. Raises ValueError if `--no_ssh` lacks options that it needs."""
+    """Return this machine's number among the job's nodes, and how to reach node 0, if every node of the job has a
+    command line of its own: with `--no_ssh`, or by the variables of Slurm or of a Kubernetes pod. Return None for other
+    jobs. Raises ValueError if `--no_ssh` lacks options that it needs."""
     if not options.no_ssh:
         if options.hostfile or options.launcher != "ssh":
             return None
@@ -269,9 +272,9 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
 
 
 def _held(options: argparse.Namespace, ranks: Callable[[argparse.Namespace], int]) -> LaunchSpec:
-    """Return the job; with `--requeue`, first hold back the signals that ask it to end, until it can handle them.
-
-    ``ranks``: called with ``options``; returns the number of ranks, which may take a while.
+    """Return the job that the options describe, with as many ranks as ``ranks`` returns when it is called with
+    ``options``. With `--requeue`, hold back the signals that ask the job to end before that call, which may take a
+    while, until the job can handle them.
     """
     if options.requeue:
         hold()
@@ -352,7 +355,8 @@ def _is_here(host: str) -> bool:
 
 
 def _become(command: list[str]) -> None:
-    """Print ``command`` and replace this process by it. Raises FileNotFoundError when its program is not in PATH."""
+    """Print ``command`` (its words) and replace this process by it. Raises FileNotFoundError when its program is not in
+    PATH."""
     _say(shlex.join(command))
     try:
         os.execvp(command[0], command)
@@ -362,7 +366,7 @@ def _become(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _pid_file() -> Iterator[None]:
-    """Keep this process's pid in `<temporary folder>/PID.ds` (`--save_pid`) while the block runs.
+    """Context manager: keep this process's pid in the file `<temporary folder>/PID.ds` (`--save_pid`).
 
     Raises FileExistsError if something lies at that path.
     """

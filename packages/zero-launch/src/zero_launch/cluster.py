@@ -29,10 +29,14 @@ _POLL_SECONDS = 0.2
 
 
 class Cluster(abc.ABC):
-    """The launcher's side of a job on several hosts; `run` runs it once. An attempt, or round, is one start of all
-    ranks on the hosts that take part, which subclasses choose (fixed_cluster.py, elastic_cluster.py). A host is present
-    until it has ended or is lost (`Peer.state`). `_on_KIND` handles a host's message of that kind, whose fields
-    messages.py lists. ``spec``: the job, its hosts and its options."""
+    """The launcher's side of a job on several hosts; `run` runs it once. ``spec``: the job, its hosts and its options.
+
+    An attempt, or round, is one start of all ranks on the hosts that take part, which subclasses choose
+    (fixed_cluster.py, elastic_cluster.py). A `Peer` is the launcher's record of one host; the host is present until it
+    has ended or is lost (`Peer.state`). `_on_KIND(peer, message)` handles the host's message of that kind, whose fields
+    messages.py lists. To stop the job is to end it on every host, with the reason in the report (`_stop`); to say
+    something is to print it on standard error.
+    """
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
@@ -74,7 +78,8 @@ class Cluster(abc.ABC):
     # -- from start to end
 
     def run(self) -> None:
-        """Call the hosts, lead them through the job, end it everywhere; return or raise as `launch_cluster` does."""
+        """Run the job: call the hosts, lead them through its attempts, and end it everywhere. Return when every rank
+        has ended with status 0; raise as `launch_cluster` does."""
         self._check()
         self._signals.take()
         try:
@@ -89,8 +94,9 @@ class Cluster(abc.ABC):
         self._conclude()
 
     def _check(self) -> None:
-        """Raise ValueError if the host list is shorter than `_minimum`, or if the job has a `LaunchSpec.direct_rank`;
-        FileNotFoundError if the transport's program is not in PATH here. No host is contacted."""
+        """Check the job before any host is contacted: raise ValueError if the host list is shorter than `_minimum`, or
+        if the job has a `LaunchSpec.direct_rank`; FileNotFoundError if the transport's program (such as ssh) is not in
+        PATH."""
         self._spec.transport.check()
         if self._spec.job.direct_rank is not None:
             raise ValueError("direct_rank: on several hosts no rank can have the terminal; leave it out")
@@ -101,8 +107,8 @@ class Cluster(abc.ABC):
             )
 
     def _greet_all(self) -> None:
-        """Wait for hellos, drop the hosts that send none in time, and send the job to the others; stop it if they are
-        fewer than `_minimum`. Also prints why hosts were dropped."""
+        """Wait for the hosts' hellos, drop the hosts that send none in time and print why, and send the job to the
+        others; stop the job if they are fewer than `_minimum`."""
         end = time.monotonic() + self._roster.seconds_to_greet
         say_at = time.monotonic() + WAIT_SECONDS
         while self._stopping is None and any(peer.state == "called" for peer in self._roster.peers.values()):
@@ -134,7 +140,8 @@ class Cluster(abc.ABC):
         """The fewest hosts with which the job begins."""
 
     def _send_job(self, peer: Peer) -> None:
-        """Send the host the job with its number of ranks and devices, and the order `end` if it has been given."""
+        """Send the host the message `job`, with the host's number of ranks and its devices; and after it `end`, if the
+        ranks have been asked to save and leave already."""
         job = self._spec.job
         env = dict(job.env)
         if self._spec.bind_devices:
@@ -158,17 +165,18 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        """Return what the host needs to meet the others of an elastic job: its ``place`` and ``address``, the bounds of
-        a round, and its ranks' imports (see `ElasticCluster._terms`); None in other jobs."""
+        """Return the fields that the host needs to meet the others of an elastic job, as plain data: its ``place`` and
+        ``address``, the bounds of a round, and its ranks' imports (see `ElasticCluster._terms`); None in other
+        jobs."""
 
     @abc.abstractmethod
     def _lead(self) -> None:
-        """Handle messages and lost hosts until the job is to stop or is over; called once, after the hosts were
-        greeted.
-        """
+        """Handle messages and lost hosts until the job is to stop or is over. `run` calls it once, after
+        `_greet_all`."""
 
     def _end_all(self) -> None:
-        """Tell present hosts to end their processes; handle messages until none is present, up to a time limit."""
+        """Tell the present hosts to end their processes, and handle messages until no host is present, at most for the
+        job's grace period and twice its `silence_seconds`."""
         for peer in self._roster.present:
             peer.send("stop")
         end = time.monotonic() + self._spec.job.grace_seconds + 2 * self._spec.job.silence_seconds
@@ -177,8 +185,9 @@ class Cluster(abc.ABC):
             self._lose_silent_hosts()
 
     def _conclude(self) -> None:
-        """Print the hosts' notes and return if the job has succeeded, or raise LeftEarly if its ranks saved and left.
-        Else raise the signal that interrupted it, after the report of a recorded job, or LaunchError."""
+        """Report how the job ended, which is over on every host: if it succeeded, print the hosts' notes and return,
+        or raise LeftEarly if its ranks saved and left. If a signal interrupted it, write the report of a recorded job
+        and raise that signal in this process. Else raise LaunchError."""
         failures = self._failures()
         peers = list(self._roster.peers.values())
         if self._interrupted is not None:
@@ -218,7 +227,8 @@ class Cluster(abc.ABC):
             self.hear(name, message)
 
     def _handle_signal(self, signum: int) -> None:
-        """Act on a signal to this process: have the ranks save, or stop the job; see [Note: requeue signals]."""
+        """Act on the signal ``signum`` to this process: have the ranks save and leave, or stop the job; see [Note:
+        requeue signals] in requeue.py."""
         if not (self._spec.job.requeue and signum in SIGNALS):
             self._interrupted = signum
             self._stop(f"interrupted by {signal_name(signum)}")
@@ -238,8 +248,8 @@ class Cluster(abc.ABC):
                 peer.send("end")
 
     def hear(self, name: str, message: Message) -> None:
-        """Handle a message of the host with key ``name``: ignore it if that host is no longer present, but answer its
-        hello with `stop`. A message of an unknown kind loses the host."""
+        """Handle a message of the host whose key in the roster is ``name``. If that host is no longer present, answer
+        its hello with `stop` and ignore other messages. A host that sends a message of an unknown kind is lost."""
         peer = self._roster.peers.get(name)
         if peer is None or not peer.present:
             if peer is not None and peer.channel is not None and message["kind"] == "hello":
@@ -252,7 +262,8 @@ class Cluster(abc.ABC):
             handler(peer, message)
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
-        """Take the host in, or tell it to stop and drop it if a package there has another version than here."""
+        """Note that the host answers (state `greeted`), or tell it to stop and drop it if a package there has another
+        version than here."""
         peer.hello = message
         if (other := other_version(message["versions"])) is not None:
             peer.send("stop", why=other)
@@ -273,11 +284,12 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def _on_ready(self, peer: Peer, message: Message) -> None:
-        """Keep the host's report of the attempt before, and begin the next when all hosts for it are ready."""
+        """Note that the host is ready for the next attempt, keep its report of the attempt before, and begin the next
+        one when all hosts for it are ready."""
 
     def _is_hopeless(self, number: int) -> bool:
-        """Count a failed attempt; return whether restart ``number`` cannot help, and then stop the job: the last
-        attempts failed alike, or ranks waited for others that had ended with status 0."""
+        """Count a failed attempt, and return whether a restart cannot help, because the last attempts failed alike or
+        ranks waited for others that had ended with status 0; stop the job then. ``number``: of the restart, from 1."""
         failures = self._failures()
         self._divergence = describe_abandoned(list(self._roster.peers.values()), failures, self._began_at)
         if self._divergence is not None:
@@ -290,7 +302,7 @@ class Cluster(abc.ABC):
         return why is not None
 
     def _on_started(self, peer: Peer, message: Message) -> None:
-        """Keep the pids of the host's ranks, which have started."""
+        """Keep the pids of the host's ranks, which have started, in ``peer.ranks``."""
         peer.ranks = {int(rank): pid for rank, pid in message["pids"].items()}
 
     def _on_lines(self, peer: Peer, message: Message) -> None:
@@ -317,7 +329,8 @@ class Cluster(abc.ABC):
         """Begin another attempt if restarts and enough hosts remain; return whether it begins."""
 
     def _on_stalled(self, peer: Peer, message: Message) -> None:
-        """Keep the flight records of the host's ranks; stop the job if all hosts are stalled and these tell why."""
+        """Keep the flight records of the host's ranks, and whether they are stalled (wait without progress). Once all
+        hosts are, compare the records, and stop the job if they show why."""
         peer.stalled = message["stalled"]
         peer.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
         records = flight_records(self._roster.present)
@@ -346,7 +359,8 @@ class Cluster(abc.ABC):
         """Record that the host's ranks are done; once those of all hosts are, tell the hosts to finish."""
 
     def _on_ended(self, peer: Peer, message: Message) -> None:
-        """Keep the host's account of its end; stop the job if it failed."""
+        """Keep what the host reports of its ranks' ends, and note that it has ended; stop the job if its part
+        failed."""
         if peer.state == "ready":
             peer.failures = []  # it has said them before
         peer.failures += message["failures"]
@@ -365,7 +379,7 @@ class Cluster(abc.ABC):
         self._stop(f"{title(peer)} cannot run the job")
 
     def _on_eof(self, peer: Peer, message: Message) -> None:
-        """Give up the host, whose connection has ended: drop one that never said hello, lose any other."""
+        """Give up the host, whose connection has ended: `_drop` one that never said hello, `_lose` any other."""
         status = peer.exit_status()
         if peer.state == "called":
             why = message["why"] if status is None else self._spec.transport.explain(status)
@@ -377,8 +391,8 @@ class Cluster(abc.ABC):
     # -- losing hosts
 
     def _lose_silent_hosts(self) -> None:
-        """Give up the hosts that were silent for too long, and close the channels to them: one that was only stopped
-        would else take the messages that wait for it for a sign that it still takes part."""
+        """Give up the hosts that were silent for too long, and close the channels to them: a host that was only stopped
+        for a while could otherwise read waiting messages and believe that it still takes part."""
         for peer, seconds in self._roster.silent():
             channel = peer.channel
             self._lose(peer, f"{title(peer)} was lost: no sign of life for {seconds:.1f} s")
@@ -386,21 +400,22 @@ class Cluster(abc.ABC):
                 channel.close(0.0)
 
     def _drop(self, peer: Peer, why: str) -> None:
-        """Give up a host that never began; keep ``why`` for the report."""
+        """Give up a host that never began, and keep ``why`` for the report."""
         peer.state = "lost"
         self._troubles.append(why)
 
     @abc.abstractmethod
     def _lose(self, peer: Peer, why: str) -> None:
-        """Give up a host that had begun, whose ranks count as failed at its last message; restart or stop the job."""
+        """Give up a host that had begun: count its ranks as failed, for ``why``, at its last message, and restart or
+        stop the job."""
 
     @property
     @abc.abstractmethod
     def _world_size(self) -> int:
-        """The number of ranks of the attempt."""
+        """The number of ranks of the attempt that runs or ran last."""
 
     def _stop(self, why: str) -> None:
-        """Have the job end with ``why`` in its report; only the first call counts."""
+        """Have the job end on every host, with ``why`` in its report; only the first call counts."""
         if self._stopping is None:
             self._stopping = why
 

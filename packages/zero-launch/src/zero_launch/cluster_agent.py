@@ -30,8 +30,8 @@ _NO_LIMIT = 1 << 30
 
 
 class ClusterAgent(Agent):
-    """An `Agent` for one host of several: every event goes to the launcher, which decides about rounds, restarts and
-    the end.
+    """An `Agent` for one host of several: it sends every event to the launcher, which decides about rounds (attempts),
+    restarts and the end. Messages are those of messages.py.
 
     ``rendezvous`` takes the launcher's orders about rounds, ``channel`` leads to the launcher. Make it by `for_host`.
     """
@@ -121,8 +121,8 @@ class ClusterAgent(Agent):
             self._files.standby_pool.prepare(self._imports, _PREPARE_SECONDS)
 
     def _prepare_restart(self) -> None:
-        """Start missing standbys as `Agent` does; also send the launcher what standbys import, when that has changed,
-        for `prepare` if this host is lost and comes back."""
+        """Start missing standbys as `Agent` does. Also send the launcher the modules that standbys import, when these
+        have changed: if this host is lost and comes back, the launcher returns them for `prepare`."""
         super()._prepare_restart()
         imports = {} if self._files.standby_pool is None else self._files.standby_pool.imports
         if imports != self._imports:
@@ -142,8 +142,8 @@ class ClusterAgent(Agent):
         }
 
     def _report(self) -> Message:
-        """Return the fields of the message `ready` about the attempt before: failures, (rank, when) of those that ended
-        well, and flight records."""
+        """Return the fields of the message `ready` about the attempt before: failures; [rank, seconds since the epoch]
+        of each rank that ended well; and flight records."""
         ended = [[record.rank, record.over_at] for record in self._records if record.ended_well]
         return {"failures": self._failure_messages(), "ended": ended, "records": self._record_messages()}
 
@@ -157,8 +157,8 @@ class ClusterAgent(Agent):
         return {str(rank): record.to_json() for rank, record in self._watcher.records.items()}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Report the last attempt to the launcher, wait for its next round, without a time limit, and count restarts as
-        the launcher does.
+        """Report the last attempt to the launcher, wait until the launcher begins the next round, without a time limit,
+        and set the number of remaining restarts by the launcher's count.
         """
         self._store = worker_group.store = None  # the last attempt's store gives its port back
         if self._records:

@@ -57,7 +57,8 @@ def connect(
 
 
 def _try_once(address: str, port: int, token: str, about: Mapping[str, Any]) -> Connection:
-    """Connect and do the handshake once. Raises OSError, ValueError for no proper answer, or `Refused`."""
+    """Connect to the launcher once and do the handshake; return the connection. The arguments are those of `connect`.
+    Raises OSError if there is no connection, ValueError for no proper answer, and `Refused`."""
     connection = socket.create_connection((address, port), timeout=_TRY_SECONDS)
     try:
         reader, writer = connection.makefile("rb"), connection.makefile("wb")

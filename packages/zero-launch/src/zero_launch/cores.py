@@ -31,8 +31,8 @@ def threads_per_rank(nproc: int) -> int:
 
 
 def warn_of_one_thread(threads: int, nproc: int, logger: logging.Logger) -> None:
-    """Warn in ``logger`` where a rank computes with one OpenMP thread, only because OMP_NUM_THREADS says so, though it
-    may have several cores.
+    """Log a warning if a rank computes with one OpenMP thread because OMP_NUM_THREADS is 1, although its share of the
+    cores is larger.
 
     ``threads``: that the rank has; ``nproc``: ranks of its host. Only the first rank of a host (LOCAL_RANK 0, or none)
     warns.
@@ -82,11 +82,11 @@ def bindings(nproc: int, core_list: str = "", system: Path = _SYSTEM) -> list[tu
     nodes += [rest] if rest else []
     ordered = [sorted(node, key=lambda core: (_siblings(core, system), core)) for node in nodes]
     if nproc % len(ordered) == 0 and all(len(node) >= nproc // len(ordered) for node in ordered):
-        return [part for node in ordered for part in _split(node, nproc // len(ordered))]
-    return _split([core for node in ordered for core in node], nproc)
+        return [part for node in ordered for part in _equal_groups(node, nproc // len(ordered))]
+    return _equal_groups([core for node in ordered for core in node], nproc)
 
 
-def _split(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
+def _equal_groups(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
     """Return ``parts`` groups of equally many consecutive ``cores``; a remainder is left out."""
     size = len(cores) // parts
     return [tuple(cores[n * size : (n + 1) * size]) for n in range(parts)]
@@ -102,7 +102,7 @@ def _numa_nodes(system: Path) -> list[list[int]]:
 
 def _siblings(core: int, system: Path) -> list[int]:
     """Return the hyperthreads of ``core``'s physical core in the kernel's order, as a sorting key; ``core`` alone if
-    the kernel does not say."""
+    the kernel does not say. ``system``: as in `bindings`."""
     try:
         return parse_cores((system / f"cpu/cpu{core}/topology/thread_siblings_list").read_text().strip())
     except OSError:

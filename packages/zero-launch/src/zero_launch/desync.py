@@ -25,7 +25,7 @@ _COUNTS = ("started", "finished", "waiting", "failed")
 
 @dataclass(frozen=True)
 class RecordedCollective:
-    """One collective of one rank, as its flight recorder has it.
+    """One collective of one rank, as the rank's flight recorder has it.
 
     ``number``: in the order in which the rank started its collectives, from 1. ``sequence``: within its process
     ``group``. ``step``: the optimizer step; -1 for none. ``same_bytes``: its size, which every rank must have; 0 where
@@ -81,7 +81,7 @@ class FlightRecord:
 
     @property
     def last_awaited(self) -> RecordedCollective | None:
-        """The collective whose wait ended with an error, unless a later one succeeded; else `awaited`."""
+        """The collective whose wait ended with an error, unless a later wait succeeded; else `awaited`."""
         return self._entry(self.failed) or self.awaited
 
     def _entry(self, number: int) -> RecordedCollective | None:
@@ -129,8 +129,8 @@ def read_flight_record(path: Path) -> FlightRecord | None:
 def difference(records: Mapping[int, FlightRecord]) -> str | None:
     """Return a text about the first collective that differs between ranks that started it; None if none differs.
 
-    ``records``: by rank. Collectives are the same if they have the same number in the same group; they differ in phase,
-    name or bytes. Control messages, with 0 bytes, are not compared.
+    ``records``: by rank. Collectives with the same number in the same group are compared: they differ if their phase,
+    name or bytes do. Control messages, with 0 bytes, are not compared.
     """
     tables = {rank: {(e.group, e.sequence): e for e in record.entries} for rank, record in records.items()}
     shared = [key for key in set().union(*tables.values()) if sum(key in table for table in tables.values()) > 1]
@@ -165,8 +165,8 @@ def deadlocked(records: Mapping[int, FlightRecord]) -> bool:
 
 
 def stall(records: Mapping[int, FlightRecord]) -> str:
-    """Return a text about a deadlock: for each rank, the collective that it waits in and the ranks that have not
-    started it.
+    """Return a text about a deadlock: for each rank, the collective in which that rank waits, and the ranks that have
+    not started this collective.
 
     ``records``: by rank, of ranks that are `deadlocked`.
     """
@@ -207,7 +207,7 @@ def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int], *, is
 
 
 def _has_started(entry: RecordedCollective, record: FlightRecord) -> bool:
-    """Return whether the rank of ``record`` has started the collective ``entry`` of another rank."""
+    """Return whether the rank of ``record`` has started the collective that is ``entry`` on another rank."""
     return any(other.group == entry.group and other.sequence >= entry.sequence for other in record.entries)
 
 

@@ -43,9 +43,10 @@ class HostReport:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table of the hosts in ``argv`` and return 0, or 1 when something in it stops a job.
+    """Examine the hosts that the command line names, print a table of them, and return 0, or 1 when something in it
+    stops a job.
 
-    ``argv``: the words after `doctor`. With `--swap` it does as `leftovers` instead. Raises ValueError for a wrong
+    ``argv``: the words after `doctor`. With `--swap` it calls `leftovers` instead. Raises ValueError for a wrong
     hostfile, filter or option, FileNotFoundError if the hostfile or the launcher's program is missing, and SystemExit
     for words that argparse refuses, or `--help`.
     """
@@ -90,10 +91,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def leftovers(folders: Sequence[str], remove: bool) -> int:
-    """Print what killed ranks left in the folders, and remove it if asked to; return 1 when something is left, else 0.
+    """Print which swap files killed ranks left in ``folders``, and delete them if ``remove``; return 1 when some are
+    left, else 0.
 
-    Packages that write such files register a function by the entry point `zero_launch.leftovers`: it takes the folders
-    and whether to remove, and returns a line per thing. Raises ValueError when no installed package does.
+    Packages that write such files register a function by the entry point `zero_launch.leftovers`: it gets both
+    arguments, and returns a line of text per file. Raises ValueError when no installed package does.
     """
     finders = importlib.metadata.entry_points(group="zero_launch.leftovers")
     if not finders:
@@ -105,10 +107,11 @@ def leftovers(folders: Sequence[str], remove: bool) -> int:
 
 @contextmanager
 def _progress(title: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
-    """Show a bar on standard error while the `with` statement runs, with ``title`` and the time so far: of ``total``
-    hosts, or a moving one without a total.
+    """Context manager: show a progress bar on standard error, with ``title`` and the time so far. ``total``: number of
+    hosts; None for a bar without an end.
 
-    Yields the function that sets the number of hosts that have answered; None where standard error is no terminal.
+    Yields a function that sets the number of hosts that have answered; None where standard error is no terminal, and
+    no bar is shown.
     """
     if not sys.stderr.isatty():
         yield None
@@ -126,7 +129,8 @@ def _progress(title: str, total: int | None) -> Iterator[Callable[[int], None] |
 def examine(
     hosts: Hostfile, transport: Transport, *, answered: Callable[[int], None] | None = None
 ) -> list[HostReport]:
-    """Return the reports of all ``hosts``, in their order, with whether each shares this working directory.
+    """Ask all ``hosts`` for their facts over ``transport``, and return their reports in the hosts' order, with whether
+    each host shares this working directory.
 
     The hosts are asked at the same time, and have 90 s to answer; one that does not gets a report with a trouble. A
     file in this working directory, which is removed at the end, shows whether it is shared. ``answered`` is called
@@ -167,10 +171,10 @@ def examine(
 def _take(
     peer: Peer, message: Mapping[str, Any], transport: Transport, mark: Path | None, reports: dict[str, HostReport]
 ) -> None:
-    """Handle one message of a host: answer its hello by asking for its facts, or put its report into ``reports`` (by
-    host) when the facts, or the end of the connection, come.
+    """Handle one message of a host: answer a hello by asking for the host's facts; for the facts, and for the end of
+    the connection, put the host's report into ``reports`` (by host name). Do nothing for a host that has a report.
 
-    A host that has a report is left alone. ``mark``: the file that it looks for, None to leave that open.
+    ``mark``: the file that the host is to look for, which shows whether the folder is shared; None to leave that open.
     """
     if peer.name in reports:
         return
@@ -186,9 +190,9 @@ def _take(
 
 
 def diagnose(reports: Sequence[HostReport]) -> tuple[list[str], list[str]]:
-    """Return two lists of texts: problems that stop a job, and remarks.
+    """Return two lists of texts about the hosts: problems, which stop a job, and remarks.
 
-    Hosts without an answer, other versions than elsewhere, no torch and no free port are problems.
+    Problems are hosts without an answer, versions that differ between hosts, no torch, and no free port.
     """
     problems = [f"{r.host}: {r.trouble}" for r in reports if r.facts is None]
     remarks = []
@@ -217,7 +221,7 @@ def diagnose(reports: Sequence[HostReport]) -> tuple[list[str], list[str]]:
 
 
 def _print(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequence[str]) -> None:
-    """Print the table, then ``problems`` and ``remarks``, one per line."""
+    """Print a table with a column per host, then ``problems`` and ``remarks``, one per line."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -25,9 +25,13 @@ _LAST_CALL_SECONDS = 10.0
 
 
 class ElasticCluster(Cluster):
-    """A `Cluster` whose hosts come and go. torch's rendezvous decides which hosts take part in a round (an attempt with
-    a fixed set of hosts); its state is kept here, and names a host by its place: its number in the host list, as text.
-    Raises ValueError as `host_bounds` does. ``spec``: the job, its hosts and its options."""
+    """A `Cluster` whose hosts come and go. ``spec``: the job, its hosts and its options. Raises ValueError as
+    `host_bounds` does.
+
+    torch's rendezvous decides which hosts take part in a round (an attempt with a fixed set of hosts). Its state is
+    kept here in ``_meeting``, and names a host by its place: its number in the host list, as text. A lost host is
+    called again, that is its agent is started once more, or it connects by itself.
+    """
 
     def __init__(self, spec: ClusterSpec) -> None:
         super().__init__(spec)
@@ -75,7 +79,8 @@ class ElasticCluster(Cluster):
         }
 
     def _drop(self, peer: Peer, why: str) -> None:
-        """Give up a host that never began; once rounds have begun, print why and call it again later."""
+        """Give up a host that never began: once the job is led (`_lead`), print ``why`` and call the host again later,
+        before that keep ``why`` for the report."""
         peer.state = "lost"
         if self._leading:
             self._keep_reason(peer, why)
@@ -84,7 +89,7 @@ class ElasticCluster(Cluster):
             self._troubles.append(why)
 
     def _keep_reason(self, peer: Peer, why: str) -> None:
-        """Keep why a host does not take part, and print it unless it is the same as last time."""
+        """Keep ``why`` a host does not take part, and print it unless it is the same as the last time."""
         if self._reasons.get(peer.name) != why:
             self._reasons[peer.name] = why
             self._remark(why)
@@ -99,7 +104,7 @@ class ElasticCluster(Cluster):
             self._calls[peer.name] = time.monotonic() + CALL_AGAIN_SECONDS
 
     def _call_again(self) -> None:
-        """Call the lost hosts whose time has come."""
+        """Call the lost hosts that `_call_later` has scheduled and whose time has come."""
         now = time.monotonic()
         for name in [name for name, at in self._calls.items() if now >= at]:
             del self._calls[name]
@@ -107,7 +112,8 @@ class ElasticCluster(Cluster):
             self._roster.renew(lost)
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
-        """Take a host in, and send it the job if rounds have begun; have it stop if it brings too many ranks."""
+        """Note that the host answers, as `Cluster` does, and send it the job if the job is led already (`_lead`); tell
+        it to stop and drop it if it brings too many ranks."""
         super()._on_hello(peer, message)
         if peer.state != "greeted":
             return
@@ -124,8 +130,8 @@ class ElasticCluster(Cluster):
         return [len(peer.slots) or self._spec.job.nproc for peer in self._roster.peers.values()]
 
     def _has_too_many(self, peer: Peer) -> str | None:
-        """Return why the ranks that a host brings are too many for the job, or None. Before the first round, set the
-        bounds on the number of hosts for the ranks that they bring."""
+        """Return a text about why the ranks that a host brings are too many for the job; None if they are not. Before
+        the job is led (`_lead`), also set the fewest and most hosts of a round, for the ranks that the hosts bring."""
         slots = self._slots()
         if self._leading:
             most = sum(sorted(slots, reverse=True)[: self._most])
@@ -142,7 +148,8 @@ class ElasticCluster(Cluster):
         return None
 
     def _lead(self) -> None:
-        """Handle messages and lost hosts until the job is over or stops; stop it after `MEET_SECONDS` with no rank."""
+        """Handle messages and lost hosts, call lost hosts again, and answer the hosts' requests, until the job is over
+        or is to stop. Stop it after `MEET_SECONDS` in which no rank ran."""
         self._leading = True
         for peer in [peer for peer in self._roster.peers.values() if peer.state == "lost"]:
             self._call_later(peer)
@@ -170,8 +177,8 @@ class ElasticCluster(Cluster):
         super()._end_all()
 
     def _on_state(self, peer: Peer, message: Message) -> None:
-        """Let the host replace the rendezvous's state if it had seen the newest, and queue its request for an answer.
-        Loses a host that names a place which this job has not."""
+        """Replace the rendezvous's state by the host's new one, if the host has seen the newest, and queue the host's
+        request for an answer. A host is lost if its state names a place that this job does not have."""
         strange = places_in(message["state"]) - set(self._places.values())
         if strange:
             self._lose(peer, f"{title(peer)} was lost: it knows of places that this job has not: {sorted(strange)[:4]}")
@@ -183,13 +190,16 @@ class ElasticCluster(Cluster):
         self._questions.add(peer, message["number"], replaced=replaced)
 
     def _on_imported(self, peer: Peer, message: Message) -> None:
-        """Keep what the host's standby processes import, for when it is lost and comes back."""
+        """Keep the modules that the host's standby processes import, for its next agent if it is lost and comes
+        back."""
         self._imports[peer.name] = message["imports"]
 
     def _review(self) -> None:
-        """Tell the rendezvous's state which hosts the next round waits for: those that are ready or run, and before the
-        first round those that are getting ready; after all hosts were lost, every host until the last call has
-        passed."""
+        """Set in the rendezvous's state which hosts the next round waits for, so that it begins once they are there.
+
+        They are the hosts that are ready or run and, before the first round, those that are getting ready. If all hosts
+        were lost, they are all hosts, until ten seconds after the first is back.
+        """
         peers = list(self._roster.peers.values())
         waits_for_all = self._all_lost and (self._last_call is None or time.monotonic() <= self._last_call)
         if waits_for_all:
@@ -201,8 +211,8 @@ class ElasticCluster(Cluster):
         self._meeting.review(expected, slots, self._least_ranks)
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
-        """Keep the host's report of the attempt before, count it in for the next round and, unless that is a restart,
-        have running ranks make room for it (`_ask_to_grow`)."""
+        """Note that the host is ready for the next round and keep its report of the attempt before; unless a restart is
+        under way, have running ranks leave for a larger round (`_ask_to_grow`)."""
         if self._rounds and peer.state == "greeted":
             self._remark(f"{title(peer)} is back")
         self._reasons.pop(peer.name, None)
@@ -215,12 +225,14 @@ class ElasticCluster(Cluster):
             self._ask_to_grow()
 
     def _on_started(self, peer: Peer, message: Message) -> None:
-        """Keep the pids of the host's ranks; `_ask_to_grow` once more, as a host ignores that before its ranks run."""
+        """Keep the pids of the host's ranks, and ask the hosts again to grow (`_ask_to_grow`), as a host ignores that
+        before its ranks run."""
         super()._on_started(peer, message)
         self._ask_to_grow()
 
     def _ask_to_grow(self) -> None:
-        """If a host waits and the job has room, have the ranks leave at their next checkpoint for a larger round."""
+        """If a host waits for a round and the job may have more hosts, tell the hosts whose ranks run to have them
+        leave at their next checkpoint, for a larger round."""
         running = [peer for peer in self._roster.present if peer.state == "running"]
         waits = any(peer.state == "ready" for peer in self._roster.present)
         if waits and running and len(running) < self._most:
@@ -228,9 +240,12 @@ class ElasticCluster(Cluster):
                 peer.send("grow", attempt=self._attempt)
 
     def _on_served(self, peer: Peer, message: Message) -> None:
-        """Begin the round that the hosts have agreed on, as its first host has opened the store: send its members their
-        ranks and the store's address. If some were lost since and the rest has too few ranks, all meet again. Does
-        nothing if ``peer`` is no member, and stops the job instead of a hopeless restart."""
+        """Begin the round that the hosts have agreed on: ``peer``, its first host, has opened the store, so send all
+        members their ranks and the store's address.
+
+        Does nothing if ``peer`` is no member. If members were lost meanwhile and the others have too few ranks, all
+        meet again. If this is a restart that cannot help (`_is_hopeless`), the job is stopped instead.
+        """
         takes_part = self._meeting.participants
         members = [
             p for p in self._roster.present if p.state in ("ready", "running") and self._places[p.name] in takes_part
@@ -278,7 +293,8 @@ class ElasticCluster(Cluster):
         return sorted(peers, key=lambda peer: self._places[peer.name])
 
     def _announce_restart(self) -> None:
-        """Print the failure that led to this restart and forget it; do nothing if the round is no restart."""
+        """Print the failure that led to this restart, with the restart's number, and forget the failure; do nothing if
+        the round is no restart."""
         if self._restarting:
             error = LaunchError(self._failures(), self._world_size, divergence=self._divergence)
             self._say(f"{error}\nzero-launch: restart {self._restarts} of {self._spec.job.max_restarts}")
@@ -286,15 +302,16 @@ class ElasticCluster(Cluster):
             self._lost.clear()
 
     def _on_failed(self, peer: Peer, message: Message) -> None:
-        """Start all ranks again, as some of the host's failed; if that is not possible, tell every host to stop, also
-        this one. Does nothing about an earlier attempt, or while a restart is under way."""
+        """Start all ranks again, as some of the host's failed; if that is not possible, tell every host to stop,
+        ``peer`` too. Does nothing if that was an earlier attempt, or while a restart is under way."""
         if message["attempt"] == self._attempt and not self._restarting:
             super()._on_failed(peer, message)
             if not self._restarting:
                 peer.send("stop")  # it would come to the next round otherwise
 
     def _restart(self) -> bool:
-        """Have the hosts whose ranks run begin again; return False if no restarts are left or the job ends anyway."""
+        """Have the hosts whose ranks run or are done begin another attempt, and return True; return False, and do
+        nothing, if no restarts are left or the job ends anyway."""
         if self._restarts >= self._spec.job.max_restarts or self._finishing or self._stopping is not None:
             return False
         self._restarts += 1
@@ -346,7 +363,8 @@ class ElasticCluster(Cluster):
                 other.state = "ended"  # it waited for a round that does not come
 
     def _on_ended(self, peer: Peer, message: Message) -> None:
-        """Record the host's end. One that failed without being asked to end counts as lost, and is called again."""
+        """Note that the host has ended and keep its report, as `Cluster` does; a host that failed without being asked
+        to end counts as lost instead, and is called again."""
         if message["failed"] and self._ended_by_itself(peer, message):
             why = message.get("why") or "it ended its ranks without being asked"
             self._keep_failures(peer, message)
@@ -361,7 +379,8 @@ class ElasticCluster(Cluster):
         return not asked and message.get("divergence") is None
 
     def _keep_failures(self, peer: Peer, message: Message) -> None:
-        """Count the failures that a lost host reported, in place of "was lost" for those ranks."""
+        """Move the failures that a lost host reported in ``message`` into the job's list, and forget the host's ranks
+        that failed, so that they do not count as lost as well."""
         if peer.state != "ready":  # else it has said them before
             peer.failures += message["failures"]
         for failure in failures_in_order([peer], [], self._began_at):

@@ -42,11 +42,11 @@ def end_process_groups() -> None:
             dist.destroy_process_group()
         except Exception as error:  # the script has ended, and its status is what counts
             logger.warning("the process groups could not be destroyed at the end of the script: %s", error)
-    _rest(time.monotonic() + _SECONDS)
+    _await_idle_threads(time.monotonic() + _SECONDS)
 
 
-def _rest(deadline: float) -> None:
-    """Give the interpreter's lock to gloo's threads until all of them sleep, at most until ``deadline``
+def _await_idle_threads(deadline: float) -> None:
+    """Sleep, so that gloo's threads get the interpreter's lock, until all of them are idle, at most until ``deadline``
     (`time.monotonic`)."""
     before = _gloo_threads()
     while before and time.monotonic() < deadline:

@@ -70,8 +70,8 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def env_files(environ: Mapping[str, str], folder: Path, home: Path) -> list[Path]:
-    """Return the existing `.deepspeed_env` files in ``folder`` and ``home``, in this order and each once. DS_ENV_FILE
-    in ``environ`` gives another name, or the absolute path of the only file."""
+    """Return the paths of the existing `.deepspeed_env` files in ``folder`` and ``home``, in this order and each once.
+    DS_ENV_FILE in ``environ`` gives another name, or the absolute path of the only file."""
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     candidates = [Path(name)] if os.path.isabs(name) else [folder / name, home / name]
     return list(dict.fromkeys(path.resolve() for path in candidates if path.is_file()))

@@ -64,8 +64,8 @@ def memlock_bytes() -> int | None:
 
 
 def examination(folder: str) -> dict[str, Any]:
-    """Return the facts about this host for the doctor: `greeting`'s, memory, limits, devices (`FROM_HOST` in
-    messages.py has the fields).
+    """Return the facts about this host for the doctor, as plain data by name: those of `greeting`, memory, limits,
+    devices (`FROM_HOST` in messages.py has the fields).
 
     ``folder``: whose disk's free bytes to report. Memory and disk are in bytes; None for no limit, or no /dev/shm.
     Imports torch, and may start a process to ask zero-nvme-aio.
@@ -101,8 +101,8 @@ def free_port() -> int | None:
 
 
 def _torch_facts() -> dict[str, Any]:
-    """Return the names of torch's `devices` and `backends`; both are empty, and
-    `torch_error` says why, if the import fails."""
+    """Return `devices`, the names of torch's accelerators here, and `backends`, those of torch.distributed. If torch
+    cannot be imported, both are empty, and `torch_error` says why."""
     try:
         import torch
         import torch.distributed as dist

@@ -46,16 +46,17 @@ class FixedCluster(Cluster):
                 self._remark(text)
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
-        """Keep the host's report of the attempt before; begin the next round once all hosts that are left are ready."""
+        """Note that the host is ready and keep its report of the attempt before; begin the next round once all present
+        hosts are ready."""
         peer.state = "ready"
         peer.take_report(message)
         if all(other.state == "ready" for other in self._roster.present):
             self._begin_round()
 
     def _begin_round(self) -> None:
-        """Have the first host open the ranks' store, unless it has been asked and has not answered; `_on_store` goes on
-        from there. On a restart, print the failure first, or stop the job if it is hopeless. Call it when all hosts are
-        ready."""
+        """Ask the first present host to open the ranks' store, unless it has been asked and has not answered yet;
+        `_on_store` then starts the ranks. On a restart, print the failure before that, or stop the job if a restart
+        cannot help (`_is_hopeless`). Call it when all present hosts are ready."""
         if self._restarting and self._is_hopeless(self._attempt):
             return
         if self._restarting:
@@ -124,10 +125,11 @@ class FixedCluster(Cluster):
         return True
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """Give up a host that had begun: count its ranks as failed at its last message; restart or stop the job.
+        """Give up a host that had begun: count its ranks as failed, for ``why``, at its last message, and restart or
+        stop the job.
 
-        During a restart, begin the next round if all others are ready, or stop the job if too few hosts are left. The
-        same before a round has begun, but no rank has failed then: print ``why`` if the job continues.
+        During a restart, begin the next round instead if all others are ready, or stop the job if too few hosts are
+        left. Before its ranks run no rank has failed: then do the same, and print ``why`` if the job continues.
         """
         if not self._restarting and peer.state not in ("running", "done"):
             peer.state = "lost"

@@ -26,9 +26,9 @@ _ROUND_SECONDS = 0.3
 class Guard:
     """The launcher's end of the pipe to the guard process, which starts at once.
 
-    ``job_id``: of the job on this host. ``folder``: removed when the launcher was killed. ``silent``: the guard does
-    not keep the launcher's standard error open. On a host of several, that is the channel whose end says that this host
-    was lost.
+    ``job_id``: of the job on this host. ``folder``: what the guard removes when the launcher was killed. ``silent``:
+    the guard does not keep this process's standard error open. On a host of several it must not, because there the end
+    of standard error tells the launcher that the host was lost.
     """
 
     def __init__(self, job_id: str, folder: str, *, silent: bool = False) -> None:
@@ -65,9 +65,9 @@ class Guard:
 
 
 def main() -> None:
-    """End every process of a job whose launcher was killed, and remove its folder.
+    """End every process of a job whose launcher was killed, and remove the job's folder: what the guard process runs.
 
-    The arguments are those of the command line: job id, folder, the ranks' pids.
+    The command line's words are the job's id, the folder and the ranks' pids.
     """
     job_id, folder, *pids = sys.argv[1:]
     from zero_launch.processes import end_job

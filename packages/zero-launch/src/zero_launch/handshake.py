@@ -116,7 +116,8 @@ def present(reader: BinaryIO, writer: BinaryIO, token: str, about: Mapping[str, 
 
 
 def _line(reader: BinaryIO) -> bytes:
-    """Return the next line of a handshake. Raises ValueError if the connection ended or the line has 16 KiB or more."""
+    """Return the next line of the handshake from ``reader``. Raises ValueError if the connection ended or the line has
+    16 KiB or more."""
     line = reader.readline(_FIRST_LINE_BYTES)
     if not line.endswith(b"\n"):
         raise ValueError("the connection ended, or a first line is too long")

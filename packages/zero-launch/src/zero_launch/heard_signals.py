@@ -38,7 +38,7 @@ class HeardSignals:
             release()
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
-        """Put the signal into the inbox; the handler."""
+        """Put the signal into the inbox. It is the signal handler; ``frame`` is not read."""
         self._inbox.put(("", {"kind": "signal", "signal": signum}))
 
     def give_back(self, *, held: bool) -> None:

@@ -91,8 +91,8 @@ class HostSide:
             self._channel.close()
 
     def _first_order(self) -> Message:
-        """Return the launcher's first message, however long it takes; one of kind `eof` if the launcher falls silent
-        for 4 s."""
+        """Wait for the launcher's first message and return it; return a message of kind `eof` if nothing, not even a
+        beat, comes from the launcher for 4 s."""
         while True:
             try:
                 return self._inbox.get(timeout=SILENCE_SECONDS)[1]
@@ -135,7 +135,7 @@ class HostSide:
             self._follow(agent, job_id, spec)
             failed, stopped = True, None
             try:
-                failed, stopped = _run(agent)
+                failed, stopped = _run_to_end(agent)
             finally:
                 sweep(agent, job_id)
         self._over.set()
@@ -150,9 +150,9 @@ class HostSide:
         return int(failed)
 
     def _follow(self, agent: ClusterAgent, job_id: str, spec: LaunchSpec) -> None:
-        """Start a thread that carries out the launcher's messages while ``agent`` runs. When told to stop, or when the
-        launcher is gone or silent, it sends this process SIGTERM, and kills everything if that does not end the job in
-        time."""
+        """Start a thread that carries out the launcher's messages while ``agent`` runs. When the launcher says stop, is
+        gone or is silent, the thread sends this process SIGTERM and, if that does not end the job in time, kills every
+        process of the job on this host. ``job_id``, ``spec``: of the job on this host."""
 
         def follow() -> None:
             """Carry out messages until the job is over or is to end; the thread's function."""
@@ -203,7 +203,8 @@ class HostSide:
 
 
 def _end_earlier(job_id: str, generation: int) -> str:
-    """End what earlier agents of the job left on this host, such as stopped ranks; return the job's id for this agent.
+    """End the processes that earlier agents of the job left on this host, such as stopped ranks; return the job's id on
+    this host for this agent.
 
     ``job_id``: of the job on this host, without the number of the agent. ``generation``: the number of earlier agents.
     """
@@ -212,9 +213,9 @@ def _end_earlier(job_id: str, generation: int) -> str:
     return f"{job_id}#{generation}"
 
 
-def _run(agent: ClusterAgent) -> tuple[bool, str | None]:
-    """Prepare standbys and run the agent to its end; return whether it failed, and a text about the signal that stopped
-    it, or None."""
+def _run_to_end(agent: ClusterAgent) -> tuple[bool, str | None]:
+    """Prepare standbys and run ``agent`` to its end; return (whether the job failed on this host, a text about the
+    signal that stopped the agent or None)."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.job import quiet_engine
@@ -224,17 +225,18 @@ def _run(agent: ClusterAgent) -> tuple[bool, str | None]:
             agent.prepare()
             return agent.run().is_failed(), None
     except SignalException as stop:
-        return True, _got(stop.sigval)
+        return True, _signal_text(stop.sigval)
     except _Stopped as stop:
         return True, str(stop)
 
 
 def _stop_early(signum: int, frame: FrameType | None) -> None:
-    """Raise `_Stopped`; the handler of signals before torch's agent has its own."""
-    raise _Stopped(_got(signum))
+    """Raise `_Stopped` with the signal's name. It handles signals until torch's agent has installed its own
+    handlers."""
+    raise _Stopped(_signal_text(signum))
 
 
-def _got(signum: int) -> str:
+def _signal_text(signum: int) -> str:
     """Return a text for the launcher: this host ends because it got the signal ``signum``."""
     return f"it got {signal_name(signum)}"
 

@@ -93,13 +93,14 @@ class Hostfile:
         return sum(map(len, self.hosts.values()))
 
     def select(self, *, include: str = "", exclude: str = "") -> Hostfile:
-        """Return the hostfile restricted to ``include``, or without ``exclude``; at most one of them may be given.
+        """Return the hostfile restricted to the slots that ``include`` names, or without those that ``exclude`` names;
+        this hostfile itself with neither filter.
 
-        The grammar is `host[:slot,slot...]`, several joined by `@`: `a@b:0,2` is all of host a and two slots of host b;
-        `you@a` is one host where the hostfile names it so, and `fe80::1` and `fe80::1:0` are the IPv6 host `fe80::1`
-        and its first slot; of two readings it is the name of a host that counts. Hosts keep their order, and hosts
-        without a slot are left out; with neither filter it is this hostfile. Raises ValueError for a host or slot that
-        the hostfile does not have, a host named twice, both filters, or when nothing is left.
+        A filter is `host[:slot,slot...]`, several joined by `@`: `a@b:0,2` is all of host a and two slots of host b. A
+        text that is the name of a host stands for that host: `you@a` is one host if the hostfile has it, `fe80::1` the
+        IPv6 host of that name, and `fe80::1:0` its slot 0. Hosts keep their order, and hosts without a slot are left
+        out. Raises ValueError for a host or slot that the hostfile does not have, a host named twice, both filters, or
+        when nothing is left.
         """
         if include and exclude:
             raise ValueError(f"give include ({include!r}) or exclude ({exclude!r}), not both")
@@ -118,7 +119,7 @@ class Hostfile:
     def first(self, *, hosts: int | None = None, slots: int | None = None) -> Hostfile:
         """Return the first ``hosts`` hosts, with the first ``slots`` slots of each; None means all.
 
-        Raises ValueError for a number below 1, and when there are fewer.
+        Raises ValueError for a number below 1, and when there are fewer hosts, or a host has fewer slots.
         """
         if hosts is not None and not 1 <= hosts <= len(self.hosts):
             raise ValueError(f"--num_nodes {hosts}: the hostfile leaves {len(self.hosts)}: {', '.join(self.hosts)}")
@@ -129,11 +130,11 @@ class Hostfile:
         return Hostfile({host: have[:slots] for host, have in chosen.items()})
 
     def _split_slots(self, part: str) -> tuple[str, str, str]:
-        """Return the host, the colon behind it and the slots that ``part`` of a filter names; the last two are empty
-        without slots.
+        """Return (host, colon, slots) of ``part`` of a filter, `host` or `host:slots`; the last two are empty without
+        slots.
 
-        The name of an IPv6 host has colons itself, so that each colon may be the one: of those readings that name a
-        host of the hostfile the longest counts. Without any, the first colon is taken, or none if there are several.
+        The name of an IPv6 host has colons too, so that any colon may be the one before the slots: the longest name
+        that is a host of the hostfile counts. Without such a name a single colon splits the text, and several do not.
         """
         names = part.split(":")
         for count in range(len(names), 0, -1):
@@ -173,7 +174,7 @@ class Hostfile:
 
 
 def _listing(slots: tuple[int, ...]) -> str:
-    """Return the slots as text for a message: all if they are few, else the first and the last."""
+    """Return ``slots`` as text for a message: all of them, or of more than 64 only the first and the last."""
     return ",".join(map(str, slots)) if len(slots) <= _LISTED else f"{slots[0]} to {slots[-1]}"
 
 

@@ -54,7 +54,8 @@ def launch(spec: LaunchSpec) -> None:
 
 
 def _about_logs(folder: Path) -> list[str]:
-    """Return notes for the error of a failed job: the folder of its logs and, if so, that their disk is full."""
+    """Return notes for the error of a failed job: where its logs are and, if that disk is full, that it is. ``folder``:
+    of the logs."""
     notes = [f"logs of every rank: {folder}"]
     free = shutil.disk_usage(folder).free
     if free < _LEAST_FREE_BYTES:
@@ -232,7 +233,8 @@ def run_folder(log_dir: str | os.PathLike[str] | None, job_id: str) -> tuple[Pat
 
 @contextlib.contextmanager
 def recorder_folder() -> Iterator[Path]:
-    """Make a folder, in shared memory if possible, for the ranks' flight recorders; remove it after the block."""
+    """Context manager: make a folder for the ranks' flight recorders, in shared memory if possible, yield its path, and
+    remove it at the end."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="zero-launch-rings-", dir=shared, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
@@ -240,9 +242,8 @@ def recorder_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def guarded(job_id: str, recorders: Path, *, silent: bool = False) -> Iterator[Guard]:
-    """Run the block with a guard that ends the job's processes and removes ``recorders`` if this process is killed.
-
-    ``silent``: see `Guard`.
+    """Context manager: while it is open, a guard process ends the job's processes and removes the folder ``recorders``
+    if this process is killed. Yields the guard. ``silent``: see `Guard`.
     """
     guard = Guard(job_id, str(recorders), silent=silent)
     try:
@@ -252,11 +253,11 @@ def guarded(job_id: str, recorders: Path, *, silent: bool = False) -> Iterator[G
 
 
 def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]], job_id: str) -> dict[str, str]:
-    """Return the variables that every rank of this host gets on top of this process's environment.
+    """Return the environment variables that every rank of this host gets besides this process's own.
 
-    ``cores``: those of each rank, empty if none is bound; they set OMP_NUM_THREADS where the environment does not.
-    ``job_id``: the job's id on this host. ``spec.env`` overrides all others. THP_MEM_ALLOC_ENABLE, where it is not set
-    either, has torch ask for huge pages for tensors of 2 MiB and more on the CPU.
+    They name the job and set, where the environment does not, OMP_NUM_THREADS (a rank's share of the cores) and
+    THP_MEM_ALLOC_ENABLE (torch then asks for huge pages for tensors of 2 MiB and more on the CPU). ``spec.env``
+    overrides all others. ``cores``: those of each rank, empty if none is bound. ``job_id``: the job's id on this host.
     """
     env = {LAUNCHER_PID_VARIABLE: str(os.getpid()), JOB_VARIABLE: job_id}
     if "OMP_NUM_THREADS" not in os.environ:
@@ -289,8 +290,8 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Restore the caller's signal handlers after the block: torch's agent installs its own and leaves them. Only in the
-    main thread; elsewhere it does nothing."""
+    """Context manager: at the end restore the signal handlers of its start, as torch's agent installs its own and
+    leaves them. Outside of the main thread it does nothing."""
     main_thread = threading.current_thread() is threading.main_thread()
     saved = {sig: signal.getsignal(sig) for sig in _SIGNALS} if main_thread else {}
     try:
@@ -302,7 +303,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_engine() -> Iterator[None]:
-    """Silence the log of torch's elastic agent in the block: our report says the same, in order."""
+    """Context manager: silence the log of torch's elastic agent, as our report says the same, in order."""
     loggers = [
         logger
         for name, logger in logging.Logger.manager.loggerDict.items()
@@ -319,8 +320,9 @@ def quiet_engine() -> Iterator[None]:
 
 
 def sweep(agent: Agent, job_id: str) -> None:
-    """End what of the job still runs after torch's agent has ended: standbys, then all else by SIGKILL, each added to
-    the agent's ``notes``. In the main thread, also ignore signals from here on."""
+    """End what still runs of the job on this host after torch's agent has ended: its standbys, then every other process
+    by SIGKILL, each of which is added to the agent's ``notes``. In the main thread, also ignore signals from here
+    on."""
     main_thread = threading.current_thread() is threading.main_thread()
     for sig in _SIGNALS if main_thread else ():
         signal.signal(sig, signal.SIG_IGN)
