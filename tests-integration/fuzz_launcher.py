@@ -169,7 +169,7 @@ class Messages:
     def _check_claim(self, about: dict[str, Any]) -> None:
         for peer in self.listener._open_peers.values():
             peer.claimed = peer.name == "3"
-        peer, why = self.listener._who(TOKEN, about)
+        peer, why = self.listener._peer_of_connection(TOKEN, about)
         assert (peer is None) == (why is not None) and len(why or "") < 300
         if peer is not None:
             assert peer.name != "3" and about["node_rank"] == int(peer.name)

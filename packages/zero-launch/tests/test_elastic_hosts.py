@@ -220,7 +220,7 @@ def test_a_round_of_which_too_few_ranks_are_left_does_not_begin(write_script, tm
 
 
 def test_a_host_that_is_back_before_the_round_of_its_predecessor_begins_waits_for_the_next(cluster, monkeypatch):
-    monkeypatch.setattr(Roster, "_reach", lambda *_: None)
+    monkeypatch.setattr(Roster, "_call_or_await", lambda *_: None)
     a, b = cluster._roster.peers.values()
     a.state = b.state = "ready"
     nodes = [["00000", 11, 0], ["00001", 12, 0]]
@@ -264,7 +264,7 @@ def test_a_job_goes_on_after_its_launcher_was_stopped_or_a_host_was_asked_to_end
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_round_after_all_hosts_were_lost_waits_for_those_that_are_back_a_little_later(cluster, monkeypatch, comes):
     monkeypatch.setattr(elastic_cluster, "_LAST_CALL_SECONDS", 30.0 if comes else 0.0)
-    monkeypatch.setattr(Roster, "_reach", lambda *_: None)
+    monkeypatch.setattr(Roster, "_call_or_await", lambda *_: None)
     for name in ("a", "b"):
         cluster.hear(name, {**ENDED, "failures": [FAILURE], "why": "nothing was heard from the launcher for 10.2 s"})
 

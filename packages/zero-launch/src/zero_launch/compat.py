@@ -17,8 +17,9 @@ def shutdown_timeout(seconds: int) -> dict[str, int]:
 
 
 def gloo_thread_names(process_name: str) -> frozenset[str]:
-    """Return the names that the kernel may have for threads of gloo's process groups.
+    """Return the names under which the kernel may list the threads of gloo's process groups.
 
-    ``process_name``: the kernel's name of the process. Before torch 2.11 it may also be theirs (it is in 2.8).
+    ``process_name``: the kernel's name of this process, which before torch 2.11 its gloo threads may have too (in 2.8
+    they have).
     """
     return frozenset({"pt_gloo_runloop"} if TORCH >= (2, 11) else {"pt_gloo_runloop", process_name})

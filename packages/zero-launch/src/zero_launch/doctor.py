@@ -155,7 +155,7 @@ def examine(
                 name, message = inbox.get(timeout=0.5)
             except queue.Empty:
                 continue
-            _take(peers[name], message, transport, mark, reports)
+            _handle_answer(peers[name], message, transport, mark, reports)
             if answered is not None:
                 answered(len(reports))
     finally:
@@ -168,7 +168,7 @@ def examine(
     return [reports.get(name, HostReport(name, trouble=f"no answer within {_ANSWER_SECONDS:.0f} s")) for name in peers]
 
 
-def _take(
+def _handle_answer(
     peer: Peer, message: Mapping[str, Any], transport: Transport, mark: Path | None, reports: dict[str, HostReport]
 ) -> None:
     """Handle one message of a host: answer a hello by asking for the host's facts; for the facts, and for the end of
@@ -231,7 +231,7 @@ def _print(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequ
     table.add_column("")
     for r in reports:
         table.add_column(r.host, overflow="fold")
-    for label, cell in _rows():
+    for label, cell in _table_rows():
         table.add_row(label, *(cell(r) if r.facts is not None else "-" for r in reports))
     console.print(table)
     for text in problems:
@@ -242,7 +242,7 @@ def _print(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequ
         console.print("nothing here stops a job")
 
 
-def _rows() -> list[tuple[str, Any]]:
+def _table_rows() -> list[tuple[str, Any]]:
     """Return the rows of the table: (label, function of a `HostReport` with facts that returns the text of its
     cell)."""
 

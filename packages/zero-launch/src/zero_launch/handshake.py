@@ -75,7 +75,7 @@ def welcome(
     """
     ours = secrets.token_hex(16)
     _send(writer, {"kind": "challenge", "number": ours})
-    answer = read_object(_line(reader))
+    answer = read_object(_read_line(reader))
     theirs, proof, about = answer.get("number"), answer.get("proof"), answer.get("about")
     if type(theirs) is not str or type(proof) is not str or type(about) is not str:
         raise ValueError("no answer to the challenge")
@@ -97,7 +97,7 @@ def present(reader: BinaryIO, writer: BinaryIO, token: str, about: Mapping[str, 
     ``about``: what this host says of itself, as plain data. Raises Refused with the launcher's reason, or when the
     other end does not know the token; ValueError or OSError when it does not answer properly.
     """
-    challenge = read_object(_line(reader))
+    challenge = read_object(_read_line(reader))
     theirs = challenge.get("number")
     if type(theirs) is not str:
         raise Refused("what answers there is no launcher")
@@ -106,7 +106,7 @@ def present(reader: BinaryIO, writer: BinaryIO, token: str, about: Mapping[str, 
     said = f"{theirs} {ours} {text}"
     proof = _proof(token, "host", said).decode()
     _send(writer, {"kind": "answer", "number": ours, "proof": proof, "about": text})
-    verdict = read_object(_line(reader))
+    verdict = read_object(_read_line(reader))
     if verdict.get("kind") == "refused":
         raise Refused(f"the launcher does not let this host take part: {verdict.get('why')}")
     shown = verdict.get("proof")
@@ -115,7 +115,7 @@ def present(reader: BinaryIO, writer: BinaryIO, token: str, about: Mapping[str, 
     return Seal(_proof(token, "lines", said), launcher=False)
 
 
-def _line(reader: BinaryIO) -> bytes:
+def _read_line(reader: BinaryIO) -> bytes:
     """Return the next line of the handshake from ``reader``. Raises ValueError if the connection ended or the line has
     16 KiB or more."""
     line = reader.readline(_FIRST_LINE_BYTES)

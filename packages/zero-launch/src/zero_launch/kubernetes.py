@@ -27,7 +27,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 @dataclass(frozen=True)
 class Pods:
-    """The pods of a job: ``nodes`` of them with ``nproc`` ranks each.
+    """The pods of a job, from which a manifest is made: ``nodes`` of them with ``nproc`` ranks each.
 
     ``name``: the job's, at most 40 characters. ``image``: the container image with the script and zero-launch.
     ``arguments``: the target and its own arguments; ``options``: more options of zero-launch.
@@ -104,8 +104,9 @@ def manifest(kind: str, pods: Pods) -> dict[str, Any]:
 
 
 def _pytorchjob(pods: Pods) -> dict[str, Any]:
-    """Return a PyTorchJob. The operator gives every pod `PET_NODE_RANK` and `PET_MASTER_ADDR`, as there is a Master."""
-    template = {"spec": _pod(pods, node_rank="$(PET_NODE_RANK)", address="$(PET_MASTER_ADDR)", variables=[])}
+    """Return the manifest of a PyTorchJob for ``pods``, as plain data. Its operator gives every pod the variables
+    PET_NODE_RANK and PET_MASTER_ADDR, as there is a Master."""
+    template = {"spec": _pod_spec(pods, node_rank="$(PET_NODE_RANK)", address="$(PET_MASTER_ADDR)", variables=[])}
     # Restarts of all containers are counted together; a round restarts one in each pod.
     replica = {"restartPolicy": "OnFailure", "template": template}
     specs = {"Master": {"replicas": 1, **replica}}
@@ -123,10 +124,11 @@ def _pytorchjob(pods: Pods) -> dict[str, Any]:
 
 
 def _jobset(pods: Pods) -> dict[str, Any]:
-    """Return a JobSet of one indexed Job; the others find its first pod by that pod's DNS name."""
+    """Return the manifest of a JobSet of one indexed Job for ``pods``, as plain data. The other pods find the first by
+    its DNS name."""
     variables = [{"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}]
     address = f"{pods.name}-{_WORKERS}-0-0.{pods.name}"
-    pod = _pod(pods, node_rank="$(PET_NODE_RANK)", address=address, variables=variables if pods.nodes > 1 else [])
+    pod = _pod_spec(pods, node_rank="$(PET_NODE_RANK)", address=address, variables=variables if pods.nodes > 1 else [])
     left = {"onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [LEFT_STATUS]}}
     moved = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     # An elastic job continues without a pod until there is another; others start again as a whole.
@@ -152,8 +154,9 @@ def _jobset(pods: Pods) -> dict[str, Any]:
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _metadata(pods), "spec": spec}
 
 
-def _literal(words: Sequence[str]) -> list[str]:
-    """Return ``words`` of a command line with every `$` escaped: Kubernetes replaces `$(NAME)`, and `$$` by `$`."""
+def _escaped(words: Sequence[str]) -> list[str]:
+    """Return ``words`` of a command line with every `$` doubled, because Kubernetes replaces `$(NAME)` by a variable's
+    value, and `$$` by `$`."""
     return [word.replace("$", "$$") for word in words]
 
 
@@ -162,14 +165,13 @@ def _metadata(pods: Pods) -> dict[str, Any]:
     return {"name": pods.name, **({"namespace": pods.namespace} if pods.namespace else {})}
 
 
-def _pod(pods: Pods, *, node_rank: str, address: str, variables: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the `spec` of a pod: one container, its volumes, and the time to save before it is killed.
+def _pod_spec(pods: Pods, *, node_rank: str, address: str, variables: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the `spec` of a pod, as plain data: one container, its volumes, and the time to save before it is killed.
 
-    ``node_rank``, ``address``: the pod's number and the first pod's address, in which Kubernetes replaces `$(NAME)`.
-    ``variables``: environment variables that these need, as Kubernetes writes them. With a single pod none of them is
-    used.
+    ``node_rank``, ``address``: the pod's number and the first pod's address, as texts in which Kubernetes replaces
+    `$(NAME)`. ``variables``: entries of `env` for the variables in them. With a single pod none of them is used.
     """
-    command = ["zero-launch", "--nproc", str(pods.nproc), "--requeue", *_literal(pods.options)]
+    command = ["zero-launch", "--nproc", str(pods.nproc), "--requeue", *_escaped(pods.options)]
     container: dict[str, Any] = {"name": _CONTAINER, "image": pods.image}
     if pods.nodes > 1:
         where = ["--nnodes", str(pods.nodes), "--node_rank", node_rank]
@@ -182,7 +184,7 @@ def _pod(pods: Pods, *, node_rank: str, address: str, variables: list[dict[str, 
             {"name": TOKEN_VARIABLE, "valueFrom": token},
         ]
         container["ports"] = [{"name": "pytorchjob-port", "containerPort": pods.port}]
-    container["command"] = [*command, *_literal(pods.arguments)]
+    container["command"] = [*command, *_escaped(pods.arguments)]
     requests = {"cpu": pods.cpus, "memory": pods.memory}
     resources: dict[str, Any] = {}
     if any(requests.values()):

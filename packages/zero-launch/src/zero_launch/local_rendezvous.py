@@ -46,7 +46,7 @@ class LocalRendezvous(RendezvousHandler):
         return 0
 
     def is_closed(self) -> bool:
-        """Return False: nothing closes it while its agent runs."""
+        """Return False: nothing closes the rendezvous while its agent runs."""
         return False
 
     def set_closed(self) -> None:

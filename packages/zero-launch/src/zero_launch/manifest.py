@@ -115,9 +115,8 @@ def _target_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _parse_count(option: str, word: str | None, meaning: str) -> int:
-    """Return the number that an option was given as ``word``; ``meaning`` is for the error message.
-
-    Raises ValueError for None, and for anything but a number of at least 1.
+    """Return ``word``, the user's value of ``option``, as a number. ``meaning``: what the number is, for the error
+    message. Raises ValueError for None, and for anything but a number of at least 1.
     """
     if word is None or not str(word).isdigit() or int(word) < 1:
         raise ValueError(f"{option}: --manifest needs a number ({meaning}), got {word!r}")
@@ -125,8 +124,8 @@ def _parse_count(option: str, word: str | None, meaning: str) -> int:
 
 
 def _parse_range(word: str | None) -> tuple[int, int] | None:
-    """Return the least and the most ranks of `--elastic MIN:MAX`; None without it. Raises ValueError for anything
-    else."""
+    """Return the least and the most ranks that ``word``, the value of `--elastic`, names as MIN:MAX; None for None.
+    Raises ValueError for anything else."""
     if word is None:
         return None
     found = re.fullmatch(r"(\d+):(\d+)", word)
@@ -136,8 +135,8 @@ def _parse_range(word: str | None) -> tuple[int, int] | None:
 
 
 def _parse_pair(option: str, form: str, word: str) -> tuple[str, str]:
-    """Return the two sides of ``word`` at its first colon; ``form`` says in the error message what they are. Raises
-    ValueError if a side is missing or empty."""
+    """Return the two parts of ``word``, a value of ``option``, before and behind its first colon. ``form``: what the
+    parts are, such as SIZE:PATH, for the error message. Raises ValueError if one is missing or empty."""
     first, colon, second = word.partition(":")
     if not (first and colon and second):
         raise ValueError(f"{option}: expected {form}, got {word!r}")
@@ -145,7 +144,7 @@ def _parse_pair(option: str, form: str, word: str) -> tuple[str, str]:
 
 
 def _job_name(target: str) -> str:
-    """Return a name for the job, made of the target's: `train` for `my_job/Train.py`,
-    `run-1` for the module `jobs.run_1`."""
+    """Return a name for the job, made of its target's in the letters that Kubernetes allows: `train` for
+    `my_job/Train.py`, `run-1` for the module `jobs.run_1`."""
     stem = PurePath(target).name.removesuffix(".py").rsplit(".", 1)[-1]
     return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")

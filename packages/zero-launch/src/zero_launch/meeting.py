@@ -39,10 +39,11 @@ class _MeetAgain(Exception):
 
 
 class ChannelBackend(RendezvousBackend):
-    """A `RendezvousBackend` whose state the launcher holds (see `meeting_state.VersionedState`).
+    """A `RendezvousBackend` of torch's whose state the launcher holds (see `meeting_state.VersionedState`).
 
-    Its methods block until the launcher answers, and raise RendezvousConnectionError when the channel is broken or
-    silent for 30 s. States are pickles that this process makes and reads; a token is the version of a state.
+    ``channel`` leads to the launcher. The methods block until the launcher answers, and raise RendezvousConnectionError
+    when the channel is broken or silent for 30 s. States are pickles that this process makes and reads; a token is the
+    version of a state.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -58,19 +59,19 @@ class ChannelBackend(RendezvousBackend):
         return "zero-launch"
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the newest state and its version; None before there is one."""
+        """Return (the newest state, its version); None before there is a state."""
         answer = self._ask(None, None)
         return None if answer["state"] is None else (to_pickle(answer["state"]), answer["version"])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Offer ``state`` in place of version ``token`` (None: the first); return the newest state, its version, and
-        whether ``state`` was accepted."""
+        """Offer ``state`` as the successor of the state of version ``token`` (None: there is none yet); return (the
+        newest state, its version, whether ``state`` was accepted), never None."""
         answer = self._ask(to_plain(state), token)
         return to_pickle(answer["state"]), answer["version"], answer["replaced"]
 
     def _ask(self, state: dict[str, Any] | None, version: int | None) -> Message:
-        """Send the request (``state`` None: only ask for the newest), and return the launcher's answer, a message
-        `state`. Blocks, and raises, as the class says.
+        """Send the launcher a message `state` that offers ``state`` as the successor of ``version``, or with None only
+        asks for the newest; return the launcher's answer, also a message `state`. Blocks and raises as the class says.
         """
         with self._lock:
             self._number += 1
@@ -106,8 +107,8 @@ class Meeting(DynamicRendezvousHandler):
 
     @classmethod
     def of(cls, channel: Channel, job_id: str, terms: Message) -> Meeting:
-        """Return the rendezvous for a host. ``terms``: the field `elastic` of the launcher's message `job`, made by
-        `ElasticCluster._terms`."""
+        """Return the rendezvous for this host. ``channel`` leads to the launcher; ``terms``: the field `elastic` of its
+        message `job`, made by `ElasticCluster._terms`."""
         backend = ChannelBackend(channel)
         join = timedelta(days=_JOIN_DAYS)
         made: Meeting = cls.from_backend(
@@ -135,8 +136,8 @@ class Meeting(DynamicRendezvousHandler):
     _regroups: bool
 
     def take(self, message: Message) -> bool:
-        """Handle a message of the launcher about rounds: queue `state` and `meet` for those who wait for them, note
-        `again`. Return False for any other message, which is left alone."""
+        """Handle a message of the launcher about rounds, and return True: queue `state` and `meet` for the methods that
+        wait for them, and note `again`. Return False, and do nothing, for any other message."""
         kind = message["kind"]
         if kind == "state":
             self.backend.answers.put(message)
@@ -158,8 +159,8 @@ class Meeting(DynamicRendezvousHandler):
         return True
 
     def num_nodes_waiting(self) -> int:
-        """Return 1, on which torch's agent restarts its ranks, when they have left to regroup or the launcher has asked
-        for a restart; else 0, although hosts may wait."""
+        """Return 1, for which torch's agent restarts its ranks, if the ranks have left to regroup or the launcher has
+        asked for a restart; else 0, even if hosts wait."""
         return int(self._regroups or self._restart_of == self.attempt)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -196,8 +197,8 @@ class Meeting(DynamicRendezvousHandler):
         return PrefixStore("zero-launch", store)
 
     def _wait_for_server(self, address: str, port: int) -> None:
-        """Wait until the store accepts connections; raise `_MeetAgain` if the launcher restarts the round first.
-        torch's own client would try for a minute after its host was lost."""
+        """Wait until the store at ``address`` and ``port`` accepts connections; raise `_MeetAgain` if the launcher asks
+        for a restart before that. (torch's own client would try for a minute after the store's host was lost.)"""
         while True:
             if self._restart_of == self.attempt:
                 raise _MeetAgain

@@ -29,10 +29,10 @@ def to_plain(pickled: bytes) -> State:
         "complete": state.complete,
         "closed": state.closed,
         "deadline": None if state.deadline is None else state.deadline.timestamp(),
-        "participants": [[_plain(node), rank] for node, rank in state.participants.items()],
-        "waiting": sorted(map(_plain, state.wait_list)),
-        "redundant": sorted(map(_plain, state.redundancy_list)),
-        "heartbeats": [[_plain(node), at.timestamp()] for node, at in state.last_heartbeats.items()],
+        "participants": [[_node_fields(node), rank] for node, rank in state.participants.items()],
+        "waiting": sorted(map(_node_fields, state.wait_list)),
+        "redundant": sorted(map(_node_fields, state.redundancy_list)),
+        "heartbeats": [[_node_fields(node), at.timestamp()] for node, at in state.last_heartbeats.items()],
     }
 
 
@@ -68,20 +68,20 @@ def to_pickle(plain: Mapping[str, Any]) -> bytes:
 
     state = _RendezvousState()
     state.round, state.complete, state.closed = plain["round"], plain["complete"], plain["closed"]
-    state.deadline = None if plain["deadline"] is None else _when(plain["deadline"])
+    state.deadline = None if plain["deadline"] is None else _datetime_of(plain["deadline"])
     state.participants = {node(entry): rank for entry, rank in plain["participants"]}
     state.wait_list = set(map(node, plain["waiting"]))
     state.redundancy_list = set(map(node, plain["redundant"]))
-    state.last_heartbeats = {node(entry): _when(at) for entry, at in plain["heartbeats"]}
+    state.last_heartbeats = {node(entry): _datetime_of(at) for entry, at in plain["heartbeats"]}
     return pickle.dumps(state)
 
 
-def _plain(node: Any) -> list[Any]:
+def _node_fields(node: Any) -> list[Any]:
     """Return torch's description of a node as [place, pid, number]."""
     return [node.addr, node.pid, node.local_id]
 
 
-def _when(seconds: float) -> datetime:
+def _datetime_of(seconds: float) -> datetime:
     """Return the time, in UTC, of ``seconds`` since the epoch."""
     return datetime.fromtimestamp(seconds, timezone.utc)
 

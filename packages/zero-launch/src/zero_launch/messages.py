@@ -1,5 +1,9 @@
 """Messages between the launcher and its agents on the hosts: every kind, with a check for each of its fields.
 
+A check is a function that returns whether a value decoded from JSON may stand in a field. The private functions are
+such checks, or return one; the private constants are checks for the fields of the tables `FROM_HOST` and
+`FROM_LAUNCHER`.
+
 `decode` checks what comes over a connection before any code uses it, so that a malformed message costs the connection
 to its sender instead of crashing the receiver.
 """
@@ -75,7 +79,7 @@ def _object_of(check: Check, *, key: Check) -> Check:
 
 
 def _row(*checks: Check) -> Check:
-    """Return a check for lists with one value for each of ``checks``, in this order."""
+    """Return a check for lists that have as many values as there are ``checks``, each of which passes its check."""
 
     def passes(value: Any) -> bool:
         """Return whether ``value`` is a list of the right length whose values pass their checks."""
@@ -240,23 +244,23 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes, kinds: Mapping[str, Mapping[str, Check]]) -> Message:
-    """Return the message in a line of JSON, checked: its `kind`, the time `at` when it was sent, and the kind's fields.
+    """Return the message in a line of JSON after checking its `kind`, its time of sending `at` and the kind's fields.
 
     ``kinds``: the messages that are allowed, as in `FROM_HOST`. Fields that the kind does not have pass unchecked.
-    Raises ValueError, which says what is wrong.
+    Raises ValueError, which says what is wrong, if a check fails.
     """
     message = read_object(line)
     kind = message.get("kind")
     if type(kind) is not str or kind not in kinds:
-        raise ValueError(f"no such kind of message: {_short(kind)}")
+        raise ValueError(f"no such kind of message: {_shortened(kind)}")
     if not _number(message.get("at")):
         raise ValueError(f"message {kind!r} has no time")
     for name, check in kinds[kind].items():
         if name not in message or not check(message[name]):
-            raise ValueError(f"message {kind!r}: {name!r} is not what it should be: {_short(message.get(name))}")
+            raise ValueError(f"message {kind!r}: {name!r} is not what it should be: {_shortened(message.get(name))}")
     for name, check in _OPTIONAL.items():
         if name in message and not check(message[name]):
-            raise ValueError(f"message {kind!r}: {name!r} is not what it should be: {_short(message[name])}")
+            raise ValueError(f"message {kind!r}: {name!r} is not what it should be: {_shortened(message[name])}")
     return message
 
 
@@ -270,11 +274,11 @@ def read_object(line: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("a message that is nested too deeply") from None
     if type(found) is not dict:
-        raise ValueError(f"expected a JSON object, got {_short(found)}")
+        raise ValueError(f"expected a JSON object, got {_shortened(found)}")
     return found
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     """Return ``value`` as text for an error message, cut at 80 characters."""
     try:
         text = repr(value)

@@ -60,7 +60,7 @@ def notebook_launch(
 
 
 def run_call(path: str) -> None:
-    """Run the call that `notebook_launch` wrote to ``path``, and write its result to a file beside it; for a rank.
+    """Run, in a rank, the call that `notebook_launch` wrote to ``path``, and write its result to a file beside it.
 
     Replaces this process's import path by the caller's. Raises what the call raises.
     """

@@ -20,9 +20,8 @@ _MOST_BYTES = 64
 
 
 class Orders:
-    """The folder of the orders to the ranks of one attempt on one host, and of their answers.
-
-    ``folder``: made by `open` or `give`. See [Note: orders].
+    """The orders to the ranks of one attempt on one host, and the ranks' answers, as files in ``folder``, which `open`
+    and `give` make. See [Note: orders].
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,8 +43,8 @@ class Orders:
         os.replace(part, path)
 
     def answer(self, rank: int) -> str | None:
-        """Return the order on which a rank has left, `REGROUP` or `END`; None if it has
-        not, or died while it wrote its answer."""
+        """Return the order on which the rank has left, `REGROUP` or `END`; None if the rank has not left on one, or
+        died while it wrote its answer."""
         try:
             with open(self.folder / f"left.{rank}", "rb") as file:
                 said = file.read(_MOST_BYTES)

@@ -69,7 +69,7 @@ class Peer:
 
     @property
     def key(self) -> str:
-        """The key of this host in the roster; differs from those of lost hosts of the same name."""
+        """The key of this host in the roster, which differs from the keys of lost hosts of the same name."""
         return self.name if not self.generation else f"{self.name} #{self.generation}"
 
     @property
@@ -83,8 +83,8 @@ class Peer:
         return 0.0 if self.channel is None else self.channel.clock_offset
 
     def take_report(self, message: Message) -> None:
-        """Store how the host's ranks ended in the last attempt, from its message `ready`; failures are added to those
-        stored before."""
+        """Store how the host's ranks ended in the last attempt, as its message `ready` says, in ``failures`` (added to
+        those stored before), ``ended`` and ``records``."""
         self.failures += message["failures"]
         self.ended = [(rank, at) for rank, at in message["ended"]]
         self.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
@@ -137,11 +137,11 @@ class Peer:
 def call(
     peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | None, *, ignores_signals: bool = False
 ) -> None:
-    """Start the launcher's agent on the host ``peer``: set its ``process`` and, unless there is a listener, its
-    ``channel``.
+    """Start the launcher's agent on the host ``peer`` by a command of ``transport``: set ``peer.process`` and, unless
+    there is a listener, ``peer.channel``.
 
-    Its hello, and `eof` when the command or the connection ends, arrive in ``inbox``. ``listener``: takes the agent's
-    connection, where ``transport`` carries no input; None elsewhere. ``ignores_signals``: the start command ignores
+    The agent's hello, and `eof` when the command or the connection ends, arrive in ``inbox``. ``listener``: accepts the
+    agent's connection where ``transport`` carries no input; None elsewhere. ``ignores_signals``: the command ignores
     SIGTERM and SIGUSR1.
     """
     arguments: list[str] = []
@@ -222,14 +222,14 @@ class Listener:
         threading.Thread(target=self._accept, name="zero-launch-accept", daemon=True).start()
 
     def expect(self, peer: Peer) -> str:
-        """Return a new token with which ``peer`` may connect, once."""
+        """Make a new token with which the host ``peer`` may connect, once, and return it."""
         token = secrets.token_hex(32)
         with self._lock:
             self._expected[token] = peer
         return token
 
     def await_peer(self, peer: Peer) -> None:
-        """Accept the node that knows the shared token and has the number ``peer.name``, as ``peer``."""
+        """From now on, accept as ``peer`` the node that knows the shared token and has the number ``peer.name``."""
         with self._lock:
             self._open_peers[peer.name] = peer
 
@@ -251,10 +251,10 @@ class Listener:
             threading.Thread(target=self._welcome, args=(connection, str(address[0])), daemon=True).start()
 
     def _welcome(self, connection: socket.socket, address: str) -> None:
-        """Do the handshake on a new connection within 10 s, and give its host a channel; close the connection if that
-        fails.
+        """Do the handshake on a new ``connection`` from ``address`` within 10 s, and give the host's `Peer` a started
+        channel; close the connection if that fails.
 
-        A host that was admitted and broke off puts `eof` into the inbox; a refusal is printed.
+        If a host was admitted and then broke off, a message `eof` goes into the inbox; a refusal is printed.
         """
         admitted: list[Peer] = []
         # A stranger who sends a byte now and then must not keep one of the few places for strangers.
@@ -270,7 +270,7 @@ class Listener:
             def admit(token: str, about: Mapping[str, Any]) -> str | None:
                 """Return why the connection with this token is refused, or None after adding its peer to
                 ``admitted``."""
-                peer, why = self._who(token, about)
+                peer, why = self._peer_of_connection(token, about)
                 admitted.extend([] if peer is None else [peer])
                 return why
 
@@ -300,11 +300,12 @@ class Listener:
                 return
         print(f"zero-launch: refused a connection from {address}: {why}", file=sys.stderr, flush=True)
 
-    def _who(self, token: str, about: Mapping[str, Any]) -> tuple[Peer | None, str | None]:
-        """Return the peer that a connection is, or None and why it is refused. ``token``: the one that it has shown.
-        ``about``: what it says of itself, `node_rank` and `nproc` from a node that comes by itself.
+    def _peer_of_connection(self, token: str, about: Mapping[str, Any]) -> tuple[Peer | None, str | None]:
+        """Return (the `Peer` that may connect, None), or (None, why the connection is refused). ``token``: the one that
+        the other end has shown. ``about``: what it says of itself, `node_rank` and `nproc` of a node that comes by
+        itself.
 
-        The peer is claimed: the next connection for it is refused.
+        The peer counts as connected from now on: the next connection for it is refused.
         """
         with self._lock:
             if token != self._token:

@@ -38,7 +38,8 @@ class Presence:
         self._reported_ended: set[int] = set()
 
     def update(self, arrived: Iterable[int], ended: Iterable[int]) -> None:
-        """Add the ranks that have connected to the store, and those that have ended with status 0."""
+        """Add the ranks that have connected to the store (``arrived``), and those that have ended with status 0
+        (``ended``), to those known before."""
         now = time.monotonic()
         new, over = set(arrived) - self._arrived, set(ended) - self._ended
         if new:
@@ -64,21 +65,21 @@ class Presence:
         if never:
             self._reported_missing |= never
             found.append(
-                f"{_ranks(never)} ended with exit status 0 without coming to {self._where}, where {_ranks(waiting)} "
-                f"{_waits(waiting)}"
+                f"{_short_ranks_text(never)} ended with exit status 0 without coming to {self._where}, where "
+                f"{_short_ranks_text(waiting)} {_wait_verb(waiting)}"
             )
         late = missing - self._ended
         if late and not self._reported_waiting and now - self._arrived_at > WAIT_SECONDS:
             self._reported_waiting = True
             found.append(
-                f"waiting for {len(late)} of {self._world_size} ranks at {self._where}: {_ranks(late)} "
+                f"waiting for {len(late)} of {self._world_size} ranks at {self._where}: {_short_ranks_text(late)} "
                 f"{'has' if len(late) == 1 else 'have'} not come"
             )
         left = (self._ended & self._arrived) - self._reported_ended
         if left and not missing and now - self._ended_at > _LEFT_SECONDS:
             self._reported_ended |= left
             found.append(
-                f"{_ranks(left)} ended with exit status 0 while {_ranks(waiting)} still "
+                f"{_short_ranks_text(left)} ended with exit status 0 while {_short_ranks_text(waiting)} still "
                 f"{'runs' if len(waiting) == 1 else 'run'}"
             )
         return found
@@ -138,20 +139,21 @@ class HostPresence:
         return found
 
 
-def _ranks(ranks: Collection[int]) -> str:
-    """Return the ranks as text, as `ranks_text` does, with at most eight numbers."""
+def _short_ranks_text(ranks: Collection[int]) -> str:
+    """Return ``ranks`` as text, `rank 3` or `ranks 1, 2`, with at most eight numbers and the count of the others."""
     named = sorted(ranks)
     more = f" and {len(named) - _MOST_NAMES} more" if len(named) > _MOST_NAMES else ""
     return ranks_text(named[:_MOST_NAMES]) + more
 
 
-def _waits(ranks: Collection[int]) -> str:
+def _wait_verb(ranks: Collection[int]) -> str:
     """Return the verb for a sentence about ``ranks``: "waits" for one, "wait" for several."""
     return "waits" if len(ranks) == 1 else "wait"
 
 
 def _connected(pid: int, port: int) -> bool:
-    """Return whether a process has a TCP connection to that port on any host; False if the process cannot be read."""
+    """Return whether the process ``pid`` has a TCP connection to ``port`` on any host; False if the process cannot be
+    examined."""
     import psutil
 
     try:

@@ -63,15 +63,16 @@ def ended_status(pid: int) -> int | None:
 
 
 def await_exiting(pids: Collection[int]) -> None:
-    """Wait until those of ``pids`` that the kernel has begun to end are over, 2 s at most. It closes their connections,
-    at which others fail, some time before it shows their exit status."""
+    """Wait until those of ``pids`` that the kernel has begun to end have an exit status, 2 s at most. The kernel closes
+    a process's connections, at which other ranks fail, some time before it shows the exit status."""
     end = time.monotonic() + _EXITING_SECONDS
     while any(map(_is_exiting, pids)) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
 
 
 def _is_exiting(pid: int) -> bool:
-    """Return whether the kernel has begun to end a process that has no exit status yet."""
+    """Return whether the kernel has begun to end the process ``pid``, which has no exit status yet; False if there is
+    none."""
     try:
         return ended_status(pid) is None and bool(int(_stat_of(pid)[1 + _FLAGS]) & _EXITING)
     except (FileNotFoundError, ProcessLookupError):
@@ -127,18 +128,18 @@ def end_job(
     alive = job_processes(job_id, rank_pids, spared)
     for process in alive:
         if process.pid in rank_pids:
-            _send(process, signum)
-    _wait(alive, max(0.0, grace_seconds - _HELPER_SECONDS))
+            _send_signal(process, signum)
+    _wait_until_ended(alive, max(0.0, grace_seconds - _HELPER_SECONDS))
     helpers = [process for process in job_processes(job_id, rank_pids, spared) if process.pid not in rank_pids]
     for process in helpers:
-        _send(process, signal.SIGTERM)
-    _wait(job_processes(job_id, rank_pids, spared), min(_HELPER_SECONDS, grace_seconds))
+        _send_signal(process, signal.SIGTERM)
+    _wait_until_ended(job_processes(job_id, rank_pids, spared), min(_HELPER_SECONDS, grace_seconds))
     report = []
     survivors = job_processes(job_id, rank_pids, spared)
-    names = {process.pid: _name(process) for process in survivors}
+    names = {process.pid: _program_name(process) for process in survivors}
     for process in survivors:
-        _send(process, signal.SIGKILL)
-    unkillable = {process.pid for process in _wait(survivors, _KILL_SECONDS)}
+        _send_signal(process, signal.SIGKILL)
+    unkillable = {process.pid for process in _wait_until_ended(survivors, _KILL_SECONDS)}
     for process in survivors:
         fate = "still runs after SIGKILL" if process.pid in unkillable else "had to be killed"
         report.append((process.pid, f"{names[process.pid]} (pid {process.pid}) {fate}"))
@@ -161,10 +162,10 @@ def wait_for_helpers(
 ) -> None:
     """Wait up to ``grace_seconds`` for the job's remaining processes to end by themselves. The other arguments are as
     in `job_processes`."""
-    _wait(job_processes(job_id, rank_pids, spared), grace_seconds)
+    _wait_until_ended(job_processes(job_id, rank_pids, spared), grace_seconds)
 
 
-def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+def _wait_until_ended(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Wait until all processes have ended, at most ``seconds``; return those that still run."""
     end = time.monotonic() + seconds
     while True:
@@ -175,8 +176,8 @@ def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Proces
         time.sleep(_POLL_SECONDS)
 
 
-def _name(process: psutil.Process) -> str:
-    """Return the name of a process, for reports; `process` if it is gone."""
+def _program_name(process: psutil.Process) -> str:
+    """Return the program name of a process, for reports; "process" if it is gone."""
     import psutil
 
     try:
@@ -185,7 +186,7 @@ def _name(process: psutil.Process) -> str:
         return "process"
 
 
-def _send(process: psutil.Process, signum: int) -> None:
+def _send_signal(process: psutil.Process, signum: int) -> None:
     """Send a signal to a process; do nothing if it has ended."""
     import psutil
 

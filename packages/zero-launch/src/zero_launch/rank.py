@@ -142,7 +142,8 @@ def _write_json(path: str, record: object) -> None:
 
 
 def _die_with_launcher() -> None:
-    """Have the kernel send this process SIGKILL when the launcher ends; exit at once if it has ended already.
+    """Have the kernel send this process SIGKILL when the launcher ends; exit at once, with a message, if the launcher
+    has ended already.
 
     The launcher is the process that ZERO_LAUNCH_PID names; without that variable do nothing.
     """
@@ -155,7 +156,8 @@ def _die_with_launcher() -> None:
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames of this package and of runpy at its start; whole if it has no others."""
+    """Return ``trace`` without the frames of this package and of runpy at its start, so that it begins in the user's
+    script; the whole of it if it has no other frames."""
     rest = trace
     while rest is not None and _is_ours(rest.tb_frame.f_code.co_filename):
         rest = rest.tb_next
@@ -163,7 +165,7 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_ours(filename: str) -> bool:
-    """Return whether the file is of this package or runpy."""
+    """Return whether the code in the file ``filename`` is this package's or runpy's."""
     return os.path.dirname(filename) == os.path.dirname(__file__) or filename in (runpy.__file__, "<frozen runpy>")
 
 

@@ -11,7 +11,8 @@ from zero_launch.report import RankFailure, describe_exit, read_error_file, sign
 def failure_of(
     record: RankStatus, host: str, started_at: float, step_of: Callable[[int], int | None]
 ) -> tuple[float, RankFailure] | None:
-    """Return when a rank failed by itself (seconds since the epoch), and its failure; None if it did not.
+    """Return (when a rank failed by itself, in seconds since the epoch, and its failure); None if it did not fail by
+    itself.
 
     ``record``: of the rank, after the first failure was noted. ``host``: its name in reports. ``started_at``: when the
     ranks were started (epoch). ``step_of``: returns a rank's optimizer step, None if that is not known.

@@ -18,11 +18,12 @@ from zero_launch.standby_pool import Prepared, StandbyPool
 
 
 class RankFiles(LogsSpecs):
-    """The files of the ranks, `<folder>/rank0/stdout.log`, `stderr.log` and `error.json`, and their own variables.
+    """The files of the ranks, `<folder>/rank0/stdout.log`, `stderr.log` and `error.json`, and the environment variables
+    that the ranks get from us: the `LogsSpecs` of torch's agent.
 
-    A `LogsSpecs` of torch's. ``direct_rank``: writes to the terminal, without log files; None for no rank. ``env``:
-    variables of every rank; ``own_env``: those of one, by local rank. ``recorders``: the folder for the ranks' flight
-    recorders (see desync.py). ``takes_orders``: the launcher may ask the ranks to leave (see orders.py).
+    ``direct_rank``: the rank that writes to the terminal, without log files; None for no rank. ``env``: variables of
+    every rank; ``own_env``: further ones of each rank, by local rank; empty for none. ``recorders``: the folder for the
+    ranks' flight recorders (see desync.py). ``takes_orders``: the launcher may ask the ranks to leave (see orders.py).
     """
 
     def __init__(
@@ -63,15 +64,16 @@ class RankFiles(LogsSpecs):
         return str(self._folder)
 
     def own_variables(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that a rank gets from us and that are the same in every attempt: ``env``, overridden by
-        its ``own_env``, and where to record imports if there are standbys."""
+        """Return the environment variables that a rank gets from us and that are the same in every attempt: ``env``,
+        overridden by the rank's ``own_env``, and where to record imports if there are standbys."""
         own = self._own_env[local_rank] if self._own_env else {}
         imports = {} if self.standby_pool is None else self.standby_pool.variables(local_rank)
         return {**self._env, **own, **imports}
 
     @contextlib.contextmanager
     def only_preparing(self) -> Iterator[None]:
-        """Have `reify`, inside the block, raise `Prepared` with the ranks' environments instead of making files."""
+        """Context manager: inside it `reify` raises `Prepared` with the ranks' environments instead of making files, so
+        that torch's agent prepares the ranks and does not start them."""
         self._only_prepares = True
         try:
             yield
@@ -135,7 +137,8 @@ class RankStatus:
 
     @property
     def ended_well(self) -> bool:
-        """Return whether it ended with status 0 before the launcher began to end the attempt, or its script did."""
+        """Return whether the rank's process ended with status 0 before the launcher began to end the attempt, or its
+        script did so while the process was not over."""
         return self.status_before_stop == 0 or (
             self.status_before_stop is None and self.end is not None and not self.end.status
         )
@@ -146,8 +149,8 @@ class RankStatus:
         return self.seen_alive if self.end is None else self.end.at
 
     def refresh(self) -> None:
-        """Update ``status`` and ``seen_alive``; do nothing once the status is known. A process that was reaped
-        elsewhere counts as killed by SIGKILL."""
+        """Look at the process now, and update ``status`` and ``seen_alive``; do nothing once the status is known. A
+        process that was reaped elsewhere counts as killed by SIGKILL."""
         if self.status is None:
             now = time.time()
             try:

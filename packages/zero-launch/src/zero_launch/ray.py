@@ -56,7 +56,7 @@ def torch_trainer(
         torch_config = TorchConfig(backend="cpu:gloo,cuda:nccl" if scaling.use_gpu else "gloo")
 
     def run(given: dict[str, Any]) -> Any:
-        """Call ``loop`` with the configuration that Ray passes; what a worker runs."""
+        """Call ``loop`` with the configuration ``given`` by Ray, and return its result: what each worker runs."""
         os.environ.pop(ORDERS_VARIABLE, None)  # set if zero-launch started the Ray cluster
         return loop(given, folder)
 

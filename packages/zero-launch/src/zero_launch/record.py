@@ -38,10 +38,10 @@ def record_failure(folder: str, error: LaunchError) -> str | None:
 
 
 def record_interruption(environment: Mapping[str, str], why: str, flight: Mapping[int, FlightRecord]) -> str | None:
-    """Do as `record_failure` for a job that a signal ended; the folder is the one that ZERO_RUN_RECORD in
-    ``environment`` names.
+    """Write, for a job that a signal ended, into the record folder that ZERO_RUN_RECORD in ``environment`` names, make
+    the report, and return its path, as `record_failure` does; without that variable do nothing and return None.
 
-    ``why``: the signal, as text. ``flight``: contents of the flight recorders, by rank. Return None without a folder.
+    ``why``: the signal, as text. ``flight``: contents of the flight recorders, by rank.
     """
     folder = environment.get(RECORD_VARIABLE)
     return None if folder is None else _record(folder, why, [], flight, interrupted=True)
@@ -61,7 +61,7 @@ def _record(
         "text": first,
         "detail": "\n".join(others),
         "interrupted": interrupted,
-        "flight": [_flight(rank, record) for rank, record in sorted(flight.items())],
+        "flight": [_flight_summary(rank, record) for rank, record in sorted(flight.items())],
     }
     (target / _FAILURE).write_text(json.dumps(failure), encoding="utf-8")
     if find_spec("zero_report") is None:
@@ -74,7 +74,7 @@ def _record(
     return made.stdout.strip() or None
 
 
-def _flight(rank: int, record: FlightRecord) -> dict[str, Any]:
+def _flight_summary(rank: int, record: FlightRecord) -> dict[str, Any]:
     """Return one rank's part of `failure.json`: its last 8 collectives as text, the newest last, the one in which it
     waits or waited last (or None), and the number that it has started."""
     awaited = record.last_awaited

@@ -42,9 +42,9 @@ class LedRendezvous(RendezvousHandler):
         self._server: TCPStore | None = None
 
     def take(self, message: Message) -> bool:
-        """Handle a message of the launcher about rounds: note `restart`, and queue `serve` and `round` for
-        `next_rendezvous`; a `round` ends an earlier `restart`. Return False for any other message, which is left
-        alone."""
+        """Handle a message of the launcher about rounds, and return True: note `restart`, and queue `serve` and `round`
+        for `next_rendezvous`; a `round` ends an earlier `restart`. Return False, and do nothing, for any other
+        message."""
         if message["kind"] == "restart":
             self.restart_asked = True
         elif message["kind"] in ("serve", "round"):
@@ -94,7 +94,7 @@ class LedRendezvous(RendezvousHandler):
         self._channel.send("store", port=self._server.port)
 
     def num_nodes_waiting(self) -> int:
-        """Return 1, on which torch's agent restarts its ranks, when the launcher has asked for a restart; else 0."""
+        """Return 1, for which torch's agent restarts its ranks, if the launcher has asked for a restart; else 0."""
         return int(self.restart_asked)
 
     def is_closed(self) -> bool:

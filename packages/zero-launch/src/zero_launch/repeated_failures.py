@@ -21,12 +21,12 @@ class RepeatedFailures:
         self._count = 0
 
     def count_attempt(self, failures: Sequence[RankFailure], left: int) -> str | None:
-        """Count a failed attempt by its ``failures``, first cause first; return a text about why another would fail
-        too, after three attempts in a row that failed alike, else None.
+        """Count a failed attempt with these ``failures``, first cause first. If it is at least the third in a row that
+        failed alike, return a text about why the next would fail too; else None.
 
         ``left``: the number of restarts that remain, for the text.
         """
-        key = _key(failures[0]) if failures else None
+        key = _likeness_of(failures[0]) if failures else None
         self._count = self._count + 1 if key is not None and key == self._last else int(key is not None)
         self._last = key
         if self._count < _MOST:
@@ -38,9 +38,9 @@ class RepeatedFailures:
         )
 
 
-def _key(failure: RankFailure) -> tuple[object, ...] | None:
-    """Return cause, traceback and step, which are equal in failures that are alike; None for a failure that never
-    counts."""
+def _likeness_of(failure: RankFailure) -> tuple[object, ...] | None:
+    """Return (cause, traceback or end of stderr, step) of a failure, which are equal for failures that are alike; None
+    for a failure that never counts."""
     by_itself = failure.traceback or (failure.exit_code or 0) > 0
     if not by_itself or (failure.step is None and failure.seconds > _EARLY_SECONDS):
         return None

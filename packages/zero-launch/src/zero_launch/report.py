@@ -33,7 +33,8 @@ def signal_name(signum: int) -> str:
 
 
 def status_name(status: int) -> str:
-    """Return what ended a child process, from its exit status: `status 1`, or `SIGKILL` for -9."""
+    """Return a text for a child's exit status: `status 1` for 1, or the name of the signal that ended it, `SIGKILL` for
+    -9."""
     return f"status {status}" if status >= 0 else signal_name(-status)
 
 

@@ -35,9 +35,8 @@ def release() -> None:
 
 
 class Requests:
-    """Interprets the signals to a `--requeue` job in the order in which they come. ``clock``: returns seconds.
-
-    See [Note: requeue signals].
+    """Decides what each signal to a `--requeue` job means, in the order in which they come; see [Note: requeue
+    signals]. ``clock``: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -71,23 +71,22 @@ class Roster:
         elif not spec.transport.carries_input:
             self._listener = Listener(self._inbox)
         for peer in self.peers.values():
-            self._reach(peer)
+            self._call_or_await(peer)
 
     def renew(self, peer: Peer) -> Peer:
-        """Replace a lost host by a new `Peer` of the same name, call it or wait for it, and return it.
-
-        The old one's start command is killed. The new one takes its place in ``peers`` under another key, at the end.
+        """Replace the lost host ``peer`` in ``peers`` by a new `Peer` of the same name, under another key at the end,
+        start the host's agent again or wait until it connects, and return the new one. The old start command is killed.
         """
         new = Peer(peer.name, peer.slots, generation=peer.generation + 1)
         self.peers = {key: other for key, other in self.peers.items() if other is not peer} | {new.key: new}
         peer.kill_start_command()
         if self.connects_by_itself(peer):
             self._come_by_themselves[self._come_by_themselves.index(peer)] = new
-        self._reach(new)
+        self._call_or_await(new)
         return new
 
-    def _reach(self, peer: Peer) -> None:
-        """Call the host, or accept its connection if it comes by itself."""
+    def _call_or_await(self, peer: Peer) -> None:
+        """Start the launcher's agent on the host or, if the host connects by itself, let the listener accept it."""
         if not self.connects_by_itself(peer):
             listener = None if self._spec.transport.carries_input else self._listener
             call(peer, self._spec.transport, self._inbox, listener, ignores_signals=self._spec.job.requeue)

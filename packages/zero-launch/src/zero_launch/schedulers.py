@@ -48,7 +48,8 @@ def mpirun_command(
 
 
 def target_arguments(spec: LaunchSpec) -> list[str]:
-    """Return the end of zero-launch's command line: the option for the kind of target, the target and its arguments."""
+    """Return the end of zero-launch's command line for ``spec``: the option for the kind of target, the target and its
+    arguments."""
     kind = ["--module"] if spec.module else ["--no_python"] if spec.program else []
     return [*kind, spec.target, *spec.args]
 

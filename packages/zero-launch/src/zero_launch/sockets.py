@@ -40,13 +40,14 @@ def listen(address: str, port: int, purpose: str) -> socket.socket:
             raise
     except OSError as error:
         raise OSError(
-            f"cannot listen on {address} port {port} for {purpose}: {error.strerror or error}; {_advice(error)}"
+            f"cannot listen on {address} port {port} for {purpose}: {error.strerror or error}; {_listen_advice(error)}"
         ) from error
     return server
 
 
-def _advice(error: OSError) -> str:
-    """Return what to do about an error of `listen`: choose another port, or one of this host's addresses."""
+def _listen_advice(error: OSError) -> str:
+    """Return advice for the user about ``error`` of `listen`: to choose another port, or one of this host's
+    addresses."""
     if error.errno in (errno.EADDRINUSE, errno.EACCES):
         return "choose another port with --master_port"
     have = ", ".join(own_addresses())

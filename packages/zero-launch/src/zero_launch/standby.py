@@ -57,21 +57,23 @@ class _Recorder(importlib.abc.MetaPathFinder):
         self._found: dict[str, Changes] = {}
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        """Record the import of ``fullname`` if it can be ahead; find nothing, so that it proceeds as usual."""
+        """Record the import of the module ``fullname`` if a standby may import it ahead; return None, so that the
+        import proceeds as usual."""
         if fullname not in self._found and _can_be_ahead(fullname):
-            self._found[fullname] = _changes(self._before, os.environ)
+            self._found[fullname] = _environment_changes(self._before, os.environ)
             part = self._path.with_name(f"{self._path.name}.part")
             part.write_text(json.dumps(list(self._found.items())), encoding="utf-8")
             os.replace(part, self._path)
 
 
 def _can_be_ahead(name: str) -> bool:
-    """Return whether a standby may import the module: it is torch's, or its package, imported already, declares it."""
+    """Return whether a standby may import the module ``name``: it is of torch's (`_TORCH`), or its package, which is
+    imported already, lists it in `__import_ahead__`."""
     package = sys.modules.get(name.partition(".")[0])
     return name in _TORCH or (package is not None and name in vars(package).get(_DECLARATION, ()))
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Changes:
+def _environment_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Changes:
     """Return the variables of ``after`` that differ from ``before``, with None for those that are gone."""
     names = before.keys() | after.keys()
     return {name: after.get(name) for name in sorted(names) if before.get(name) != after.get(name)}
@@ -109,7 +111,7 @@ def stand_by(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as line:
         reader = line.makefile("rb")
         _import_ahead(json.loads(reader.readline() or b"[]"))
-        _say(line, why_not=_why_not())
+        _send_answer(line, why_not=_reason_not_to_fork())
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, _wake_select)
         signal.set_wakeup_fd(woken)
@@ -121,11 +123,12 @@ def stand_by(descriptor: int) -> None:
         os.close(descriptor)
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
-    _begin(start, name, own)
+    _become_rank(start, name, own)
 
 
 def _import_ahead(imports: Imports) -> None:
-    """Import each module under the environment in which the rank imported it; one that fails is left to the script."""
+    """Import each module under the environment in which the rank imported it. An import that fails is skipped: the
+    script's own will fail too, where somebody reads it."""
     before = dict(os.environ)
     for name, changes in imports:
         _set_environment({**before, **changes})
@@ -133,7 +136,7 @@ def _import_ahead(imports: Imports) -> None:
             importlib.import_module(name)
 
 
-def _why_not() -> str | None:
+def _reason_not_to_fork() -> str | None:
     """Return why this process must not be forked (threads, open devices); None if it may."""
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
@@ -169,7 +172,7 @@ def _start_ranks(line: socket.socket, reader: Any, wake: int) -> dict[str, Any]:
             if status is not None:
                 running.discard(pid)
                 ended.add(pid)
-                _say(line, pid=pid, status=status)
+                _send_answer(line, pid=pid, status=status)
         if line.fileno() not in ready:
             continue
         order = reader.readline()
@@ -183,7 +186,7 @@ def _start_ranks(line: socket.socket, reader: Any, wake: int) -> dict[str, Any]:
             start: dict[str, Any] = json.loads(order)
             return start
         running.add(pid)
-        _say(line, pid=pid)
+        _send_answer(line, pid=pid)
 
 
 def _die_with(parent: int) -> None:
@@ -193,11 +196,12 @@ def _die_with(parent: int) -> None:
         sys.exit(f"the standby (pid {parent}) was gone before this rank began")
 
 
-def _begin(start: dict[str, Any], name: bytes, own: dict[int, int]) -> None:
-    """Turn this process, just forked, into the rank that ``start`` describes: a session, environment and output of its
-    own.
+def _become_rank(start: dict[str, Any], name: bytes, own: dict[int, int]) -> None:
+    """Turn this process, just forked, into the rank that ``start`` describes, with a session, environment and output of
+    its own.
 
-    ``start``: the agent's order (see `stand_by`). ``name``: the process's name. ``own``: what `_silence` returned.
+    ``start``: the agent's order (see `stand_by`). ``name``: what the process is to be called in `ps`. ``own``: what
+    `_silence` returned; these descriptors are closed.
     """
     os.setsid()
     _set_name(name)
@@ -223,18 +227,19 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
         os.environ.update(wanted)
 
 
-def _say(line: socket.socket, **answer: object) -> None:
-    """Send the agent the fields of ``answer`` as a line of JSON; do nothing if it is gone."""
+def _send_answer(line: socket.socket, **answer: object) -> None:
+    """Send the agent the fields of ``answer`` as a line of JSON over the socket ``line``; do nothing if the agent is
+    gone."""
     with contextlib.suppress(OSError):  # the agent is gone, and so is this process soon
         line.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _wake_select(signum: int, frame: FrameType | None) -> None:
-    """Do nothing: the signal's only effect is to wake the select."""
+    """Do nothing. It handles SIGCHLD, whose only effect is to wake the select of `_start_ranks`."""
 
 
 def _silence() -> dict[int, int]:
-    """Redirect standard output and error to /dev/null; return descriptors of the old ones, by number (1 and 2)."""
+    """Redirect standard output and error to /dev/null; return copies of the old descriptors, by number (1 and 2)."""
     own = {number: os.dup(number) for number in (1, 2)}
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in own:

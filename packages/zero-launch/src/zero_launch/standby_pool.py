@@ -56,7 +56,8 @@ class ForkedRank:
         self._standby = standby
 
     def poll(self) -> int | None:
-        """Return its exit status (a signal is negative); None while it runs. The end of its standby kills it: -9."""
+        """Return the rank's exit status (a signal is negative); None while it runs. The end of its standby kills the
+        rank: -9."""
         if self.returncode is None:
             ended = ended_status(self.pid)
             # Its standby tells of its end a moment after others can see it, and not at all while it is stopped.
@@ -65,8 +66,8 @@ class ForkedRank:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended, and return its exit status (a signal is negative). ``timeout``: in seconds; None for
-        no limit. Raises `subprocess.TimeoutExpired` when it still runs then."""
+        """Wait until the rank has ended, and return its exit status (a signal is negative). ``timeout``: in seconds;
+        None for no limit. Raises `subprocess.TimeoutExpired` if the rank still runs then."""
         end = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if end is not None and time.monotonic() >= end:
@@ -75,7 +76,7 @@ class ForkedRank:
         return status
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send a signal (default SIGTERM) to it and the other processes of its process group; do nothing if all have
+        """Send a signal (default SIGTERM) to all processes of the rank's process group; do nothing if all have
         ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, death_sig or signal.SIGTERM)
@@ -124,7 +125,8 @@ class Standby:
     def start(
         self, local_rank: int, env: Mapping[str, str], stdout: str | None, stderr: str | None, wait: float
     ) -> ForkedRank | None:
-        """Have it fork a rank, and return that; None when it cannot, or is not ready within ``wait`` seconds.
+        """Have the standby fork a rank, and return the rank; None if the standby cannot, or is not ready within
+        ``wait`` seconds.
 
         ``local_rank``: the rank's number on this host. ``env``: the rank's whole environment. ``stdout``, ``stderr``:
         files for its output, which are made at once; None for this process's. If the fork takes more than 5 s the
@@ -144,8 +146,8 @@ class Standby:
         return None
 
     def status_of(self, pid: int, timeout: float | None) -> int | None:
-        """Return the exit status of a rank that ends within ``timeout`` seconds (None: no limit); None if it still runs
-        then. A rank of a standby that is over counts as killed: -9."""
+        """Wait up to ``timeout`` seconds (None: without limit) for the rank with this ``pid`` to end, and return its
+        exit status; None if it still runs then. A rank of a standby that is over counts as killed: -9."""
         self._read_until(lambda: pid in self._statuses, timeout)
         return -signal.SIGKILL if self._is_over and pid not in self._statuses else self._statuses.get(pid)
 
@@ -188,9 +190,9 @@ class Standby:
                 return
             *lines, self._rest = (self._rest + came).split(b"\n")
             for answer in map(json.loads, lines):
-                self._take(answer)
+                self._record_answer(answer)
 
-    def _take(self, answer: Mapping[str, Any]) -> None:
+    def _record_answer(self, answer: Mapping[str, Any]) -> None:
         """Record one answer: that it is ready, with `why_not`; the `pid` of a forked rank; or a rank's `pid` and
         `status`."""
         if "why_not" in answer:
@@ -202,7 +204,7 @@ class Standby:
 
 
 class StandbyPool:
-    """The standbys of one host, one for each kind of rank. They start one after another, and only once the ranks run.
+    """The standbys of one host, one for each kind of rank; `adjust_to` and `prepare` start them one after another.
 
     ``command``: the words that start a rank, with torch's macros in them. ``env``: returns, for a local rank, the
     variables that it gets on top of this process's environment, as far as they are known beforehand. ``folder``: where
@@ -225,7 +227,7 @@ class StandbyPool:
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the environment variable (name -> value) that tells a rank where to record its imports."""
-        return {IMPORTS_VARIABLE: str(self._record(local_rank))}
+        return {IMPORTS_VARIABLE: str(self._imports_file(local_rank))}
 
     def command(self, local_rank: int) -> list[str]:
         """Return the words of the command that starts this rank, with torch's macros replaced."""
@@ -237,7 +239,8 @@ class StandbyPool:
         return {standby.proc.pid for standby in self._standbys}
 
     def rank(self, pid: int) -> ForkedRank | None:
-        """Return the rank with that pid if a standby has forked it, the newest for its local rank; else None."""
+        """Return the rank with this ``pid`` if a standby has forked it and no later one has its local rank; else
+        None."""
         return next((rank for rank in self._ranks.values() if rank.pid == pid), None)
 
     def adjust_to(self, ranks: int) -> None:
@@ -270,7 +273,7 @@ class StandbyPool:
         up.
         """
         for number, text in imports.items():
-            self._record(number).write_text(text, encoding="utf-8")
+            self._imports_file(number).write_text(text, encoding="utf-8")
         end = time.monotonic() + seconds
         while not self._given_up and time.monotonic() < end:
             self.adjust_to(1 + max(imports))
@@ -281,8 +284,8 @@ class StandbyPool:
     def take(
         self, local_rank: int, env: Mapping[str, str], stdout: str | None, stderr: str | None, wait: float
     ) -> ForkedRank | None:
-        """Start a rank from a standby, and return it; None when no standby can within ``wait`` seconds, or all
-        were given up.
+        """Start a rank from a standby, and return the rank; None if no standby can start it within ``wait`` seconds, or
+        standbys were given up.
 
         The other arguments are those of `Standby.start`.
         """
@@ -313,15 +316,15 @@ class StandbyPool:
             self._standbys.remove(standby)
             standby.dismiss()
 
-    def _record(self, local_rank: int) -> Path:
-        """Return the file in which a rank records its imports."""
+    def _imports_file(self, local_rank: int) -> Path:
+        """Return the path of the file in which a rank records its imports."""
         return self._folder / f"imports{local_rank}.json"
 
     def _kind(self, local_rank: int) -> StandbyKind | None:
-        """Return the kind of standby that can fork a rank. None if the rank has recorded no imports: it has not come so
-        far, or none of its modules can be imported ahead.
+        """Return the kind of standby that can fork the rank ``local_rank``. None if the rank has recorded no imports,
+        as it has not imported anything yet, or none of its modules can be imported ahead.
         """
-        imports = recorded(self._record(local_rank))
+        imports = recorded(self._imports_file(local_rank))
         env = {name: value for name, value in self._env(local_rank).items() if name != IMPORTS_VARIABLE}
         kind = StandbyKind(tuple(self.command(local_rank)), tuple(sorted(env.items())), imports)
         return kind if imports else None

@@ -19,23 +19,24 @@ _NAME = "torch"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A finder of `sys.meta_path` that finds torch where it is, and has it run without the collector."""
+    """A finder of `sys.meta_path` that finds torch as Python does, and has torch's module code run without the garbage
+    collector."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module spec of torch, whose loader runs it by `_run`; None for any other module, and if torch is
-        not installed."""
+        """Return the module spec of torch, whose loader runs torch's code by `_run_without_collector`; None for any
+        other module, and if torch is not installed."""
         if fullname != _NAME:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             loader = spec.loader
-            loader.exec_module = functools.partial(_run, loader.exec_module)  # type: ignore[method-assign]
+            loader.exec_module = functools.partial(_run_without_collector, loader.exec_module)  # type: ignore[method-assign]
         return spec
 
 
-def _run(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+def _run_without_collector(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Run the module's code by ``execute`` without the garbage collector, and exempt all objects that then exist from
     later collections."""
     collects = gc.isenabled()
@@ -49,11 +50,11 @@ def _run(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def keep_from_collector() -> None:
-    """Have torch, when this process imports it, run without the collector, and exempt its objects from later
-    collections. Do nothing if it is imported already.
+    """Arrange that a later `import torch` in this process runs without the garbage collector, and that no collection
+    looks at its objects afterwards. Do nothing if torch is imported already.
 
-    For processes that are the launcher's own or a rank: what else exists when torch is imported is never collected
-    either, if it lies in a reference cycle.
+    Only for processes that are the launcher's own or a rank: all other objects that exist when torch is imported are
+    exempted too, and never freed if they lie in a reference cycle.
     """
     if _NAME not in sys.modules:
         sys.meta_path.insert(0, _Finder())
