@@ -44,12 +44,14 @@ class AttentionOptions:
 
 
 class UlyssesAttention:
-    """Stands in Transformers' `AttentionInterface` for the attention ``name``, ``core`` (None: the model's eager one).
+    """The attention function that is registered with Transformers in place of the core attention, the model's own:
+    ``core``, of the name ``name`` (None: the model's eager one).
 
-    Queries, keys and values of all heads over a shard of the sequence become those of some heads over the full
-    sequence; ``core`` computes these; the outputs go back. One exchange there, where the head sizes are equal, and one
-    back; as many in backward. ``group``: the ranks that share the sequence. ``inputs``: of the forward pass that runs.
-    ``options``: how heads that do not divide, and dropout, are handled.
+    Queries, keys and values of all heads over this rank's shard of the sequence are exchanged for those of some heads
+    over the full sequence; ``core`` computes these; the outputs are exchanged back. That is one exchange there, where
+    the head sizes are equal, and one back; as many in backward. ``group``: the N ranks that share the sequence.
+    ``inputs``: of the forward pass that runs. ``options``: how heads that do not divide, and dropout, are handled. In
+    shapes S is the length of the full sequence; a "place" text names an attention module in errors and in the ledger.
     """
 
     def __init__(
@@ -70,14 +72,18 @@ class UlyssesAttention:
         attention_mask: Any,
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output (batch, S/N, heads, size) for ``query`` (batch, heads, S/N, size), and None for the
-        attention weights. Collective; but with ``disable_in_eval``, in eval mode, it only calls the core attention.
-        Raises `SequenceError` for what cannot be spread."""
+        """Return (attention output (batch, S/N, heads, size), None in place of the attention weights) for this rank's
+        ``query``, ``key`` and ``value`` (batch, heads, S/N, size).
+
+        ``module``: the attention module that calls. ``attention_mask``: over the full sequence, or None. ``named``:
+        Transformers' further arguments, handed on to the core attention. Collective; but in eval mode, with
+        ``disable_in_eval``, it only calls the core attention. Raises `SequenceError` for what cannot be spread.
+        """
         core = self._core if self._core is not None else eager_attention(module)
         if self._options.disable_in_eval and not module.training:
             return core(module, query, key, value, attention_mask, **named)
         named = {name: given for name, given in named.items() if name not in _OF_THE_LOSS}
-        place = _place(module)
+        place = _place_text(module)
         full_length = query.shape[2] * self._group.world_size
         self._refuse(place, module, query, key, named)
         check_mask(attention_mask, full_length, place)
@@ -95,11 +101,12 @@ class UlyssesAttention:
     def _exchange(
         self, plan: HeadPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: str
     ) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys and values of this rank's heads over the full sequence. Collective. ``place``: the
-        module's name, for the ledger."""
+        """Return (queries, keys, values) of this rank's heads over the full sequence, each (batch, this rank's heads,
+        S, size), for those of all heads over this rank's shard. ``plan``: which heads each rank computes. ``place``:
+        the module's name, for the ledger. Collective."""
         if plan.padding:
             query = pad(query, (0, 0, 0, 0, 0, plan.padding))
-        sent = [query, _for_ranks(plan, key), _for_ranks(plan, value)]
+        sent = [query, _heads_in_rank_order(plan, key), _heads_in_rank_order(plan, value)]
         here = sequence_to_heads(sent, self._group, Tag("exchange", f"{place}: queries, keys, values", NO_STEP))
         if plan.places is None:
             return tuple(here)
@@ -109,9 +116,9 @@ class UlyssesAttention:
     def _refuse(
         self, place: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, named: dict[str, Any]
     ) -> None:
-        """Raise `SequenceError`, naming the attention by ``place``, for what cannot be computed head by head over a
-        sequence that is sharded: caches, cross-attention, dropout unless the options allow it, attention weights as
-        output, sinks, and further tensors in ``named``, the arguments by name."""
+        """Raise `SequenceError` for a call that cannot be computed head by head over a sharded sequence: one with a
+        cache, cross-attention, dropout unless the options allow it, attention weights as output, attention sinks, or
+        further tensors among the arguments ``named``. ``place``: the module's name, for the message."""
         if key.shape[2] != query.shape[2]:
             raise SequenceError(
                 f"{place}: expected keys for as many places as queries, got {key.shape[2]} and {query.shape[2]}: "
@@ -131,10 +138,10 @@ class UlyssesAttention:
 
     @contextmanager
     def _dropout(self, probability: float, device: torch.device) -> Iterator[None]:
-        """Return a context manager, inside which torch draws from a generator of this rank alone, seeded by the one
-        that the ranks may have in common. It does nothing for a ``probability`` of 0.
+        """Context manager for the core attention's dropout: inside it torch draws from a generator of this rank alone,
+        seeded by a number from torch's default generator plus the rank. Does nothing for a ``probability`` of 0.
 
-        Recomputed under restored generators, it draws the same again.
+        If the forward pass is computed again with its random state restored, dropout draws the same again.
         """
         if not probability:
             yield
@@ -147,8 +154,9 @@ class UlyssesAttention:
 
 
 class _LocalModule:
-    """An attention module as the core attention sees it: with this rank's number of query heads per key head,
-    ``groups``, and a configuration that names ``core`` (FlashAttention loads its kernels by that name)."""
+    """What the core attention gets in place of the attention ``module``: the same attributes, but ``groups``, this
+    rank's number of query heads per key head, as `num_key_value_groups`, and a configuration that names the attention
+    ``core`` (FlashAttention loads its kernels by that name)."""
 
     def __init__(self, module: nn.Module, groups: int, core: str) -> None:
         self._module = module
@@ -156,8 +164,8 @@ class _LocalModule:
         self._core = core
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute, but for ``num_key_value_groups``, which is this rank's, and ``config``, which
-        names the core attention."""
+        """Return the module's attribute ``name``; for ``num_key_value_groups`` this rank's number instead, and for
+        ``config`` a configuration that names the core attention."""
         found = getattr(self._module, name)
         if name == "num_key_value_groups":
             return self._groups
@@ -165,20 +173,20 @@ class _LocalModule:
 
 
 class _LocalConfiguration:
-    """A model's configuration ``config``, but for the name of its attention, which is ``core``."""
+    """Has the attributes of a model's configuration ``config``, but names ``core`` as its attention."""
 
     def __init__(self, config: Any, core: str) -> None:
         self._config = config
         self._attn_implementation = core
 
     def __getattr__(self, name: str) -> Any:
-        """Return the configuration's own attribute, for all but ``_attn_implementation``."""
+        """Return the configuration's own attribute ``name``; called for all but ``_attn_implementation``."""
         return getattr(self._config, name)
 
 
-def _for_ranks(plan: HeadPlan, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the heads of keys or values (batch, heads, S/N, size) in the order in which ranks need them, some more
-    than once; gradients of copies add up."""
+def _heads_in_rank_order(plan: HeadPlan, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the heads of keys or values ``tensor`` (batch, heads, S/N, size) as `sequence_to_heads` is to send them:
+    in the order of the ranks that need them by ``plan``, a head that several need several times. Differentiable."""
     if plan.copies == 1:
         return tensor
     if plan.copies:
@@ -186,7 +194,8 @@ def _for_ranks(plan: HeadPlan, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(1, torch.tensor(plan.sent, device=tensor.device))
 
 
-def _place(module: nn.Module) -> str:
-    """Return what errors and the ledger call an attention module: its class, and the number of its layer."""
+def _place_text(module: nn.Module) -> str:
+    """Return the name of an attention module for errors and the ledger: its class and, if known, the number of its
+    layer."""
     number = getattr(module, "layer_idx", None)
     return type(module).__name__ if number is None else f"{type(module).__name__} of layer {number}"

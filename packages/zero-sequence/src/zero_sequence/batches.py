@@ -24,9 +24,9 @@ def split_batch(
     Tensors (batch, length, …) like ``input_ids`` are sharded along their length; other entries are the same in all
     shards. ``position_ids`` are added where they are missing: they count from 0, or in each packed sample that
     ``cu_seq_lens_q`` names. ``shift``: ``labels`` become ``shift_labels``, moved by one place before the sequence is
-    sharded; without it (masked language models) they stay. ``pad_token_id``: if ``ranks`` do not divide the length,
-    tokens of this number follow, with label -100 and mask 0. Raises `SequenceError` for them without it, and for masks
-    of more than two dimensions.
+    sharded; without it (masked language models) they stay. ``pad_token_id``: the token with which a batch is padded if
+    ``ranks`` do not divide its length, with label -100 and mask 0. Raises `SequenceError` for such a length without
+    ``pad_token_id``, for a batch without tokens, and for masks that are not (batch, length).
     """
     full = dict(batch)
     tokens = next((full[name] for name in _TOKENS if isinstance(full.get(name), torch.Tensor)), None)
@@ -37,7 +37,7 @@ def split_batch(
     if isinstance(mask, torch.Tensor) and mask.ndim != 2:
         raise SequenceError(f"attention_mask: expected (batch, {length}), got {tuple(mask.shape)}")
     if full.get("position_ids") is None:
-        full["position_ids"] = _positions(full, tokens)
+        full["position_ids"] = _counted_positions(full, tokens)
     if shift and full.get("labels") is not None and "shift_labels" not in full:
         full["shift_labels"] = shift_labels(full.pop("labels"), _IGNORED)
     missing = -length % ranks
@@ -48,22 +48,24 @@ def split_batch(
         )
     along = [key for key, value in full.items() if _is_sequence(key, value, tokens)]
     if missing:
-        _extend(full, along, missing, pad_token_id or 0)
+        _pad_entries(full, along, missing, pad_token_id or 0)
     shards = {key: full[key].chunk(ranks, dim=1) for key in along}
     return [{key: shards[key][rank] if key in shards else full[key] for key in full} for rank in range(ranks)]
 
 
 def _is_sequence(key: str, value: Any, tokens: torch.Tensor) -> bool:
-    """Return whether the entry ``key`` of a batch is a tensor with a value for every token, to be sharded along
-    dimension 1: one row, or as many as ``tokens`` has. False for bounds and lengths of packed samples."""
+    """Return whether ``value``, the entry ``key`` of a batch, is to be sharded along dimension 1: a tensor with a value
+    for every token, in one row or in as many rows as ``tokens`` (batch, length, ...) has. False for bounds and lengths
+    of packed samples."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or key in _FULL:
         return False
     return value.shape[1] == tokens.shape[1] and value.shape[0] in (1, tokens.shape[0])
 
 
-def _positions(batch: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Return positions (batch, length) that count from 0: in each row, or in every sample that ``cu_seq_lens_q``
-    bounds. Raises `SequenceError` if those bounds do not cover the batch."""
+def _counted_positions(batch: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """Return positions (batch, length) for ``tokens`` (batch, length, ...) that count from 0 in each row or, if
+    ``batch`` has the bounds ``cu_seq_lens_q`` of packed samples, in each sample. Raises `SequenceError` if the bounds
+    do not cover the batch."""
     rows, length = tokens.shape[:2]
     places = torch.arange(rows * length, device=tokens.device)
     bounds = batch.get("cu_seq_lens_q")
@@ -76,12 +78,12 @@ def _positions(batch: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     return (places % length).view(rows, length)
 
 
-def _extend(batch: dict[str, Any], along: list[str], missing: int, pad_token_id: int) -> None:
-    """Add ``missing`` places at the end of the entries ``along`` (their keys) of ``batch``, which is changed; tokens
-    get ``pad_token_id``.
+def _pad_entries(batch: dict[str, Any], along: list[str], missing: int, pad_token_id: int) -> None:
+    """Append ``missing`` places of padding along dimension 1 to the tensors in ``batch`` whose keys are in ``along``,
+    replacing them there: tokens get ``pad_token_id``, labels -100, positions continue, and others get 0.
 
-    Padding has label -100, and positions that continue. A batch without a mask gets none: what follows the last token
-    of a causal model changes nothing before it; what is bidirectional needs its mask, and packed samples keep theirs.
+    A batch without a mask gets none: in a causal model padding changes nothing before it; a bidirectional model needs
+    a mask of the caller's.
     """
     fills = {"input_ids": pad_token_id, "labels": _IGNORED, "shift_labels": _IGNORED}
     for key in along:

@@ -51,11 +51,11 @@ class SequenceGroups:
 
     @classmethod
     def open(cls, size: int, *, ledger: Ledger | None = None) -> SequenceGroups:
-        """Open the groups for ``size`` ranks per sequence. Collective over the world; torch.distributed is initialised.
-        ``ledger``: counts what they send, until they join an engine.
+        """Open the groups for ``size`` ranks per sequence, and return them. Collective over all ranks, once
+        torch.distributed is initialised.
 
-        Raises `SequenceError` on every rank when ``size`` does not divide the world size, or is not the same on every
-        rank.
+        ``ledger``: counts what the groups send until they join an engine; None for a new one. Raises `SequenceError` on
+        every rank if ``size`` does not divide the world size, or is not the same on every rank.
         """
         world = dist.get_world_size()
         everybody = Control(open_group([list(range(world))], "gloo"))
@@ -105,7 +105,7 @@ class SequenceGroups:
         return self.size
 
     def get_sequence_parallel_rank(self) -> int:
-        """Return this rank's place among those that share its sequences."""
+        """Return this rank's index among the ranks that share its sequences."""
         return self.rank
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:

@@ -10,13 +10,14 @@ from .errors import SequenceError
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How the heads of an attention spread over ranks: rank r computes query heads r*q to (r+1)*q, q = `query_heads`.
+    """How the heads of an attention spread over ranks: rank r computes the ``query_heads`` query heads from number
+    r * ``query_heads`` on.
 
     ``query_heads``, ``key_heads``: heads of queries, and of keys and values, on each rank. ``padding``: query heads of
-    zeros that follow the model's own. ``copies``: how often every key head is sent, next to itself; 0 where the ranks
-    need them in another way, and ``sent`` lists the key head of every place, rank by rank. ``places``: for each rank
-    and each of its query heads, the place of its key head; None where each key head serves equally many query heads in
-    their order.
+    zeros that follow the model's own. ``sent``: the number of each key head that is sent, rank by rank. ``copies``: how
+    many times in a row ``sent`` has each key head; 0 where it has them in another order. ``places``: for each rank, the
+    index of each of its query heads' key head among the key heads that it gets; None where each key head serves equally
+    many query heads, in order.
     """
 
     query_heads: int
@@ -29,11 +30,12 @@ class HeadPlan:
 
 @cache
 def plan_heads(query_heads: int, key_heads: int, ranks: int, *, pad: bool = False) -> HeadPlan:
-    """Return how ``query_heads``, and ``key_heads`` shared by equal groups of them, spread over ``ranks``.
+    """Return how ``query_heads`` query heads and ``key_heads`` key heads, each of which serves an equal group of query
+    heads, spread over ``ranks`` ranks.
 
     A key head goes to every rank that computes a query head of its group, so there may be fewer key heads than ranks.
-    ``pad``: if the ranks do not divide the query heads, heads of zeros follow them. Raises `SequenceError` where it
-    would take padding without ``pad``, and for key heads that do not divide the query heads.
+    ``pad``: if the ranks do not divide the query heads, heads of zeros follow them. Raises `SequenceError` if the ranks
+    do not divide the query heads and ``pad`` is false, and if the key heads do not.
     """
     if query_heads % key_heads:
         raise SequenceError(f"expected key heads that divide the {query_heads} query heads, got {key_heads}")

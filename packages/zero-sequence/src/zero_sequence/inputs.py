@@ -18,7 +18,7 @@ class ForwardInputs:
 
     ``length``: tokens of a shard. ``full_length``: of the sequence. ``padding``: (batch, full length), False where a
     token is padding; None if the caller gave no mask. ``positions``: (batch, full length), as the caller gave them;
-    None if he gave none, and they count from 0.
+    None if there were none, and they count from 0.
     """
 
     length: int
@@ -28,9 +28,9 @@ class ForwardInputs:
 
 
 class SequenceInputs:
-    """The inputs of the forward pass that runs, and the full positions behind every shard of positions.
+    """The inputs of the forward pass that runs, and for each shard of positions the full positions of the sequence.
 
-    ``group``: the ranks that share the sequence.
+    ``group``: the N ranks that share the sequence, of length S.
 
     Attributes:
         current: of the forward pass that runs; None outside.
@@ -66,8 +66,8 @@ class SequenceInputs:
         return found
 
     def count_positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return this rank's shard (1, ``length``) of positions that count from 0, as a new tensor that
-        `full_positions` knows. Sends nothing."""
+        """Return this rank's shard (1, ``length``) of positions that count from 0, as a new tensor on ``device``, for
+        which `full_positions` will not communicate. Sends nothing."""
         full = torch.arange(length * self._group.world_size, device=device)[None]
         shard = full[:, length * self._group.rank :][:, :length].clone()
         self._full_positions[shard] = full

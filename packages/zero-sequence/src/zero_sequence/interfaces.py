@@ -36,7 +36,7 @@ def pretrained_models(model: nn.Module) -> list[nn.Module]:
 
 
 def attention_of(model: nn.Module) -> str:
-    """Return the name of the attention that a model of Transformers uses."""
+    """Return the name of the attention that a model of Transformers uses, such as "sdpa"."""
     config: Any = model.config
     return str(config._attn_implementation)
 
@@ -83,8 +83,8 @@ def eager_attention(module: nn.Module) -> Attention:
 
 
 def register(core: str, attention: Attention, mask: Callable[..., Any] | None) -> str:
-    """Register ``attention``, and ``mask`` if there is one, with Transformers under a new name, in which the name
-    ``core`` can be read, and return that name. It stays registered."""
+    """Register ``attention``, and ``mask`` if it is not None, with Transformers under a new name that contains
+    ``core``, the name of the model's own attention; return the new name. Both stay registered."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -98,7 +98,8 @@ def register(core: str, attention: Attention, mask: Callable[..., Any] | None) -
 
 
 def register_as(name: str, attention: Attention, mask: Callable[..., Any] | None) -> None:
-    """Register ``attention``, and ``mask`` if there is one, in the place of what is called ``name`` now."""
+    """Register ``attention``, and ``mask`` if it is not None, with Transformers under ``name``, replacing those that
+    have the name now."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)

@@ -19,18 +19,17 @@ Source = Literal["each", "same"]
 
 
 class SequenceLoader:
-    """Yields this rank's shards of the batches of ``loader``.
+    """Yields this rank's shards of the batches of ``loader``, any iterable, which each iteration begins again.
 
-    ``source``: "each" where every rank's loader has batches of its own: each time all ranks of a sequence group draw
-    one, these are computed one after the other, each by all ranks; so a loader of n batches on each of N ranks gives
-    n*N, of which a rank holds 1/N. "same" where all ranks of a sequence group have the same loader, in the same order:
-    each batch is sharded in place, and nothing is sent. ``shift``, ``pad_token_id``: see `split_batch`. ``device``:
-    where shards are put; by default they stay on the CPU.
+    ``groups``: the ranks that share sequences. ``source``: "each" if every rank's loader has batches of its own. Then
+    each rank of a sequence group draws a batch, and the shards of all of them are exchanged; so loaders of n batches on
+    each of N ranks yield n * N shards on every rank. "same" if all ranks of a sequence group have the same loader, in
+    the same order: then each rank keeps its shard of each batch, and nothing is sent. ``shift``, ``pad_token_id``: see
+    `split_batch`. ``device``: where shards are put; by default they stay on the CPU.
 
-    Any iterable will do; iterating again begins it again. Iteration ends when no rank of the group has a batch left,
-    with "same" when this rank has none. Batches are mappings from names (str) to tensors and plain data (JSON). What is
-    wrong with a batch of one rank raises `SequenceError` on every rank of its group. ``groups``: the ranks that share
-    sequences.
+    Iteration ends when no rank of the group has a batch left, with "same" when this rank has none. Batches are mappings
+    from names (str) to tensors and plain data (JSON). If a batch of one rank does not fit, every rank of its group
+    raises `SequenceError`.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class SequenceLoader:
             if shards is None:
                 return
             for shard in shards:
-                yield {key: self._placed(value) for key, value in shard.items()}
+                yield {key: self._on_device(value) for key, value in shard.items()}
 
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` to the first of the loader, its sampler and its dataset that has `set_epoch`; do nothing if
@@ -80,7 +79,7 @@ class SequenceLoader:
                 take(epoch)
                 return
 
-    def _split(self, batch: Any) -> list[dict[str, Any]]:
+    def _split_checked(self, batch: Any) -> list[dict[str, Any]]:
         """Return the shards of ``batch``, one for each rank of the sequence group. Raises `SequenceError` if it is no
         mapping, for a key that is no str, and as `split_batch` does."""
         if not isinstance(batch, Mapping):
@@ -91,16 +90,19 @@ class SequenceLoader:
         return split_batch(batch, self._groups.size, shift=self._shift, pad_token_id=self._pad_token_id)
 
     def _draw_same(self, batch: Any) -> list[dict[str, Any]] | None:
-        """Return this rank's shard, in a list, of a batch that all ranks of the group have; None without a batch. Sends
-        nothing."""
-        return None if batch is None else [self._split(batch)[self._groups.rank]]
+        """Return [this rank's shard of ``batch``], which all ranks of the group have; None for None, the end of the
+        loader. Sends nothing."""
+        return None if batch is None else [self._split_checked(batch)[self._groups.rank]]
 
     def _draw_each(self, batch: Any) -> list[dict[str, Any]] | None:
-        """Exchange the shards of the ranks' batches; return this rank's, in the order of the ranks they came from.
-        ``batch``: None if this rank has none left; returns None once no rank has one. Collective. Raises
-        `SequenceError` on every rank for a batch that does not fit."""
+        """Exchange the shards of the batches that the ranks of the group have drawn, and return this rank's shard of
+        each, by the rank of the batch; None once no rank has a batch.
+
+        ``batch``: this rank's; None if it has none left. Raises `SequenceError` on every rank if one has a batch that
+        does not fit. Collective.
+        """
         try:
-            mine = [] if batch is None else self._split(batch)
+            mine = [] if batch is None else self._split_checked(batch)
             said: Any = None if batch is None else _header(mine[0])
         except SequenceError as error:
             said = str(error)
@@ -113,24 +115,26 @@ class SequenceLoader:
         return self._exchange(mine, told)
 
     def _exchange(self, mine: list[dict[str, Any]], told: list[Any]) -> list[dict[str, Any]]:
-        """Send shard r of this rank's batch, ``mine``, to rank r, and return the shards that arrived, by rank.
-        ``told``: each rank's header (see `_header`), None for no batch. Collective."""
-        size = max(sum(_bytes(entry) for entry in theirs["tensors"]) for theirs in told if theirs is not None)
+        """Send shard r of ``mine``, the shards of this rank's batch, to rank r, and return the shards that arrived, by
+        the rank of their batch. ``mine`` is empty without a batch. ``told``: each rank's header (see `_header`), None
+        for a rank without a batch. Collective."""
+        size = max(sum(_nbytes(entry) for entry in theirs["tensors"]) for theirs in told if theirs is not None)
         sent = torch.zeros(self._groups.size, size, dtype=torch.uint8)
         for row, shard in zip(sent, mine, strict=False):
-            _write(row, [value for value in shard.values() if isinstance(value, torch.Tensor)])
+            _write_tensors(row, [value for value in shard.values() if isinstance(value, torch.Tensor)])
         arrived = torch.empty_like(sent)
         self._groups.batches.all_to_all(arrived, sent, _TAG).wait()
-        return [_read(row, theirs) for row, theirs in zip(arrived, told, strict=True) if theirs is not None]
+        return [_read_shard(row, theirs) for row, theirs in zip(arrived, told, strict=True) if theirs is not None]
 
-    def _placed(self, value: Any) -> Any:
+    def _on_device(self, value: Any) -> Any:
         """Return a tensor on the loader's device, if it has one; other values as they are."""
         return value.to(self._device) if self._device is not None and isinstance(value, torch.Tensor) else value
 
 
 def _header(shard: dict[str, Any]) -> dict[str, Any]:
-    """Return names, dtypes and shapes of the tensors of a shard, its plain data, and the order of all keys. Raises
-    `SequenceError` for a value that is neither a tensor nor JSON."""
+    """Return the description of a shard as plain data: `tensors`, a list of [name, dtype as text, shape]; `plain`, the
+    other entries; and `order`, all keys in order. Raises `SequenceError` for a value that is neither a tensor nor
+    JSON."""
     tensors = [
         [key, str(value.dtype).removeprefix("torch."), list(value.shape)]
         for key, value in shard.items()
@@ -148,14 +152,15 @@ def _header(shard: dict[str, Any]) -> dict[str, Any]:
     return {"tensors": tensors, "plain": plain, "order": list(shard)}
 
 
-def _bytes(entry: list[Any]) -> int:
-    """Return the bytes of the tensor that a header's ``entry`` describes."""
+def _nbytes(entry: list[Any]) -> int:
+    """Return the number of bytes of the tensor that ``entry``, one of `tensors` in a header, describes."""
     _, dtype, shape = entry
     return int(torch.Size(shape).numel()) * int(getattr(torch, dtype).itemsize)
 
 
-def _write(row: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Write the bytes of ``tensors``, one after the other, to ``row`` (1-D, uint8), which is long enough."""
+def _write_tensors(row: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Write the bytes of ``tensors``, one after the other, to the beginning of ``row`` (1-D, uint8, on the CPU), in
+    place."""
     start = 0
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -163,13 +168,13 @@ def _write(row: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         start += flat.nbytes
 
 
-def _read(row: torch.Tensor, header: dict[str, Any]) -> dict[str, Any]:
+def _read_shard(row: torch.Tensor, header: dict[str, Any]) -> dict[str, Any]:
     """Return the shard that ``header`` (from `_header`) describes, from the bytes in ``row`` (1-D, uint8); its tensors
     are copies."""
     found, start = dict(header["plain"]), 0
     for entry in header["tensors"]:
         name, dtype, shape = entry
-        end = start + _bytes(entry)
+        end = start + _nbytes(entry)
         found[name] = row[start:end].clone().view(getattr(torch, dtype)).view(shape)
         start = end
     return {key: found[key] for key in header["order"]}

@@ -13,11 +13,13 @@ _TAG = Tag("exchange", "loss", NO_STEP)
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' ``value``, in rank order; every rank differentiates its own copy of the sum."""
+    """The sum of a tensor over all ranks of a group, in rank order; every rank differentiates its own copy of the
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
-        """Return the sum over ``group``, the same bits on every rank. Collective; waits."""
+        """Return the sum of every rank's ``value`` over ``group``, in its shape, the same bits on every rank.
+        Collective; waits."""
         ctx.ranks = group.world_size
         told = value.new_empty(group.world_size, *value.shape)
         group.all_gather(told.view(-1), value.contiguous().view(-1), _TAG).wait()
@@ -25,8 +27,8 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the sum of all ranks' gradients without sending any: they are equal, as all ranks differentiate the
-        same loss."""
+        """Return (gradient of ``value``, None): the gradient of the sum times the number of ranks, which is the sum of
+        all ranks' gradients, as these are equal: all ranks differentiate the same loss. Sends nothing."""
         return gradients[0] * ctx.ranks, None
 
 

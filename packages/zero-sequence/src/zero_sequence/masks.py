@@ -14,10 +14,11 @@ Mask = Callable[..., Any]
 
 
 class FullMask:
-    """Stands in Transformers' `AttentionMaskInterface` for ``core``, which it calls with the full sequence.
+    """The mask function that is registered with Transformers in place of ``core``, the one of the model's attention,
+    which it calls with the full sequence.
 
-    Models make their masks from the shard that they see. The pattern itself (causal, sliding, bidirectional) is a
-    function of places in a sequence, which holds for the full one; padding and packing are taken from ``inputs``.
+    A model asks for a mask over the shard that it sees. Its pattern (causal, sliding, bidirectional) is a function of
+    positions in a sequence, which holds for the full one too; padding and packed samples are taken from ``inputs``.
     """
 
     def __init__(self, core: Mask, inputs: SequenceInputs) -> None:
@@ -25,9 +26,12 @@ class FullMask:
         self._inputs = inputs
 
     def __call__(self, *, mask_function: Mask, attention_mask: torch.Tensor | None = None, **named: Any) -> Any:
-        """Return the mask of the full sequence, as ``core`` makes it; outside a forward pass of shards ``core``'s own.
+        """Return the mask of the full sequence, as ``core`` makes it; outside of a forward pass over shards, the mask
+        that ``core`` makes for the arguments as they are.
 
-        Raises `SequenceError` for a pattern made of tensors of the shard.
+        ``mask_function``: the pattern. ``attention_mask``: the padding that the model knows of. ``named``: the further
+        arguments of a mask function of Transformers. Raises `SequenceError` for a pattern that depends on tensors of
+        the shard.
         """
         current = self._inputs.current
         if current is None:
@@ -68,8 +72,8 @@ def check_mask(mask: Any, full_length: int, place: str) -> None:
 
 
 def _packed_samples(current: ForwardInputs) -> torch.Tensor | None:
-    """Return the number of the sample of every token (batch, full length); None if there is one sample in a row, and
-    where a mask, or no positions, were given."""
+    """Return, for packed samples, the number of every token's sample in its row (batch, full length); None if each row
+    is one sample, if a mask was given, and without positions."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     if current.positions is None or current.padding is not None:
@@ -79,7 +83,8 @@ def _packed_samples(current: ForwardInputs) -> torch.Tensor | None:
 
 
 def _tensors_in(function: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the closure of a mask function, and in those of the functions there."""
+    """Yield the tensors in the closure of a mask function, also those in lists and tuples, and in the closures of the
+    functions found there."""
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         for item in held if isinstance(held, (tuple, list)) else (held,):

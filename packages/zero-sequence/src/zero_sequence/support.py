@@ -13,10 +13,11 @@ _ONE_ANSWER = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAns
 
 
 def check_configuration(model: nn.Module, attention: str) -> None:
-    """Raise `SequenceError` for a model of Transformers in which tokens meet elsewhere than in attention.
+    """Raise `SequenceError`, which says why, for a model of Transformers that cannot be spread over sequence shards, as
+    its tokens affect each other elsewhere than in attention.
 
-    Layers with a recurrent state or a convolution, encoder-decoders, models of images or sound beside text, and heads
-    that need one token of the full sequence are refused by name. ``attention``: the name of the model's attention.
+    These are models with a recurrent state or a convolution, encoder-decoders, models of images or sound beside text,
+    and those whose head needs one token of the full sequence. ``attention``: the name of the model's attention.
     """
     name, config = type(model).__name__, _config(model)
     if getattr(model, "_is_stateful", False):

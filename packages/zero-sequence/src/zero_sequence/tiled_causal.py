@@ -74,14 +74,15 @@ class TiledCausalLoss:
             self._model.__dict__.pop("_loss_function", None)
 
     def _keep_one_position(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Ask for the logits of the last position alone where a loss is asked for: the model's forward pre-hook.
-        Returns the changed arguments, or None to leave them."""
+        """Return the arguments of the model's call, changed so that it computes the logits of the last position alone,
+        if the call has labels; else None, which leaves them. It is the model's forward pre-hook."""
         self._hidden = None
         self._wanted = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
         return (args, {**kwargs, "logits_to_keep": 1}) if self._wanted else None
 
     def _take_hidden(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Keep the decoder's last hidden states for `_loss`, where one is asked for: the decoder's forward hook."""
+        """Keep the decoder's last hidden states for `_loss`, if the model was called with labels. It is the decoder's
+        forward hook."""
         if self._wanted:
             self._hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
 
@@ -95,9 +96,9 @@ class TiledCausalLoss:
         shift_labels: torch.Tensor | None = None,
         **_others: Any,
     ) -> torch.Tensor:
-        """Return the loss of the last forward: the model's ``loss_function``, with Transformers' arguments. The first
-        call compares the head's logits with ``logits``. Raises `SequenceError` if that forward was called without
-        labels."""
+        """Return the loss of the model's last forward, a scalar. It is the model's ``loss_function``, with
+        Transformers' arguments; ``logits`` are those of the last position, with which the first call compares the
+        head's. Raises `SequenceError` if they differ, and if that forward was called without labels."""
         hidden, self._hidden = self._hidden, None
         if hidden is None:
             raise SequenceError(
@@ -122,8 +123,9 @@ class TiledCausalLoss:
         )
 
     def _compare(self, head: Head, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """Raise `SequenceError` if ``head`` gives other logits for the last position than the model's ``logits``. Does
-        nothing if ``head`` has dropout that is on, as two calls then differ."""
+        """Raise `SequenceError` if ``head`` gives other logits for the last position of ``hidden`` (batch, length,
+        width) than ``logits`` (batch, 1, classes), the model's own. Do nothing if ``head`` has dropout that is on, as
+        two calls then differ."""
         modules = head.modules() if isinstance(head, nn.Module) else ()
         if any(isinstance(module, nn.Dropout) and module.training and module.p for module in modules):
             return  # two calls differ

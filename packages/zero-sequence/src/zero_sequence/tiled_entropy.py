@@ -1,4 +1,5 @@
-"""Cross entropy of one tile of logits, and its gradient, in one buffer beside the logits."""
+"""Cross entropy of one tile of logits (tokens, classes), and its gradient, in one buffer beside the logits. ``terms``
+are always the terms of the loss."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class EntropyTerms:
     weight: torch.Tensor | None = None
 
     def counts(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return what each of ``labels`` counts in a mean: its class's weight, or 1 (as booleans) without weights; 0
-        for ignored labels."""
+        """Return how much each of ``labels`` counts in a mean, in their shape: the weight of its class, 0 for ignored
+        labels; without weights booleans, True for labels that are not ignored."""
         valid = labels != self.ignore_index
         if self.weight is None:
             return valid
@@ -60,7 +61,7 @@ def losses_of(logits: torch.Tensor, labels: torch.Tensor, terms: EntropyTerms) -
     valid = labels != terms.ignore_index
     target = labels.where(valid, 0)
     found = _exponentials(logits, target, terms)
-    of_label, of_classes, weight_sum = _factors(target, terms, logits)
+    of_label, of_classes, weight_sum = _label_and_class_factors(target, terms, logits)
     loss = of_label * (found.log_sums - found.picked)
     if found.smoothed is not None:
         loss = loss + of_classes * (weight_sum * found.log_sums - found.smoothed)
@@ -72,12 +73,12 @@ def losses_of(logits: torch.Tensor, labels: torch.Tensor, terms: EntropyTerms) -
 def gradient_of_losses(
     logits: torch.Tensor, labels: torch.Tensor, terms: EntropyTerms, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of the logits (tokens, classes), in the `loss_dtype`, where ``gradient`` (tokens) is that of
-    each token's loss, as `losses_of` computes it. A new tensor; ``logits`` are not changed."""
+    """Return the gradient of ``logits``, a new tensor (tokens, classes) in the `loss_dtype`, given ``gradient``
+    (tokens), that of each token's loss, which `losses_of` returned for the same ``labels`` and ``terms``."""
     valid = labels != terms.ignore_index
     target = labels.where(valid, 0)
     found = _exponentials(logits, target, terms)
-    of_label, of_classes, weight_sum = _factors(target, terms, logits)
+    of_label, of_classes, weight_sum = _label_and_class_factors(target, terms, logits)
     gradient = gradient.to(found.values.dtype).where(valid, 0)
     of_log_sum = of_label + of_classes * weight_sum + 2 * terms.z * found.log_sums
     result = found.values.mul_((gradient * of_log_sum / found.sums)[:, None].where(valid[:, None], 0))
@@ -92,8 +93,8 @@ def gradient_of_losses(
 
 
 def _exponentials(logits: torch.Tensor, target: torch.Tensor, terms: EntropyTerms) -> _Exponentials:
-    """Return the exponentials of the logits and the sums that the loss needs, with ``target``, each token's class. They
-    are the one new buffer of the logits' size."""
+    """Return the exponentials of the logits and the sums over classes that the loss needs. ``target``: each token's
+    class (tokens). The exponentials are the one new buffer of the logits' size."""
     values = logits.detach().to(loss_dtype(logits), copy=True)
     picked = values.gather(1, target[:, None]).squeeze(1)
     smoothed = None
@@ -106,11 +107,11 @@ def _exponentials(logits: torch.Tensor, target: torch.Tensor, terms: EntropyTerm
     return _Exponentials(values, sums, largest.squeeze(1) + sums.log(), picked, smoothed)
 
 
-def _factors(
+def _label_and_class_factors(
     target: torch.Tensor, terms: EntropyTerms, logits: torch.Tensor
 ) -> tuple[torch.Tensor | float, float, torch.Tensor | int]:
-    """Return the factor of the label's term (of each token), that of every class's term, and the sum of the classes'
-    weights."""
+    """Return (factor of each token's own label in the loss (tokens), factor of every class by label smoothing, sum of
+    the classes' weights). ``target``: each token's class."""
     kept, classes = 1 - terms.smoothing, logits.size(1)
     of_classes = terms.smoothing / classes if classes else 0.0
     weights = _weights(terms, logits)

@@ -110,8 +110,8 @@ class _EntropyWork:
         self._total: torch.Tensor | None = None
 
     def compute(self, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the head's logits (tokens, classes) for a tile of hidden states. Raises `SequenceError` if they have
-        another shape."""
+        """Return the head's logits (tokens, classes) for ``tiles``, one tile of hidden states in a list. Raises
+        `SequenceError` if the logits have another shape."""
         logits = call_on(self._head, tiles)
         if logits.dim() != 2 or logits.size(0) != tiles[0].size(0):
             raise SequenceError(
@@ -121,12 +121,12 @@ class _EntropyWork:
         return logits
 
     def collect(self, span: TileSpan, output: torch.Tensor) -> None:
-        """Add the losses of a tile's tokens to the sum; ``output``: its logits."""
+        """Add the losses of the tokens of ``span`` to the sum; ``output``: their logits."""
         loss = losses_of(output, self._labels_at(span), self._terms).sum()
         self._total = loss if self._total is None else self._total + loss
 
     def take_result(self) -> torch.Tensor:
-        """Return the sum of the losses, and begin a new one."""
+        """Return the sum of the losses, a 0-D tensor, and begin a new sum."""
         total, self._total = self._total, None
         return cast(torch.Tensor, total)
 

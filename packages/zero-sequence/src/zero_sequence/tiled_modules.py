@@ -53,8 +53,8 @@ def tiled(
 
 
 def _size_along(tensor: object, number: int, dim: int) -> int:
-    """Return the size along ``dim`` of input ``number``. Raises `SequenceError` if it is no tensor or
-    has no such dimension."""
+    """Return the size of ``tensor``, the input with this ``number``, along ``dim``. Raises `SequenceError` if it is no
+    tensor or has no such dimension."""
     if not isinstance(tensor, torch.Tensor):
         raise SequenceError(f"tiled: expected input {number} to be a tensor, got {type(tensor).__name__}")
     if not -tensor.dim() <= dim < tensor.dim():
@@ -65,7 +65,7 @@ def _size_along(tensor: object, number: int, dim: int) -> int:
 
 
 def name_of(module: object) -> str:
-    """Return the word for a module or function in an error: its ``__name__``, else that of its class."""
+    """Return the name of a module or function for an error: its ``__name__``, else that of its class."""
     return getattr(module, "__name__", type(module).__name__)
 
 
@@ -98,8 +98,8 @@ class _JoinedWork:
         return call_on(self._module, tiles)
 
     def collect(self, span: TileSpan, output: torch.Tensor) -> None:
-        """Copy the output to its place in the result, which the first tile makes. Raises `SequenceError` if it has
-        another size than the tile."""
+        """Copy ``output`` to the place of ``span`` in the result, which the first tile allocates. Raises
+        `SequenceError` if the output has another size along ``output_dim`` than the span."""
         dim = self._output_dim
         fits = -output.dim() <= dim < output.dim() and output.size(dim) == span.length
         if not fits:

@@ -33,7 +33,8 @@ class TileSpan(NamedTuple):
 
 
 def spans_of(length: int, size: int) -> list[TileSpan]:
-    """Return tiles of ``size`` that cover ``length``; the last may be smaller. One empty tile for a length of 0."""
+    """Return the spans of tiles of ``size`` positions that cover ``length`` positions; the last may be smaller. One
+    empty span for a length of 0."""
     return [TileSpan(start, min(size, length - start)) for start in range(0, max(length, 1), size)]
 
 
@@ -61,7 +62,7 @@ class TileWork(Protocol):
         """Return the result and keep no reference to it."""
 
     def gradient_of(self, span: TileSpan, output: torch.Tensor, gradient: torch.Tensor, /) -> torch.Tensor:
-        """Return the gradient of the output of ``span``, which is given without its graph, from that of the result.
+        """Return the gradient of ``output``, that of ``span`` without its graph, given the ``gradient`` of the result.
 
         It may have a wider dtype than the output, and is cast when the output's memory is free.
         """
@@ -115,12 +116,13 @@ class _Recomputed(Function):
         found = [torch.empty_like(tensor) if needs else None for tensor, needs in zip(inputs, needed, strict=True)]
         with ctx.surroundings.restored(inputs):
             for span in ctx.work.spans:
-                _differentiate(ctx.work, span, inputs, gradient, found, totals)
+                _differentiate_tile(ctx.work, span, inputs, gradient, found, totals)
         return None, None, None, *found, *totals.take()
 
 
 class _LeafTotals:
-    """Adds up the gradients of leaves over ``tiles`` tiles. ``leaves``: dtype and identity of each, in order."""
+    """Adds up the gradients of leaves over ``tiles`` tiles. ``leaves``: (dtype, `id`) of each, in the order of
+    `take`."""
 
     def __init__(self, leaves: Sequence[tuple[torch.dtype, int]], tiles: int) -> None:
         self._leaves = leaves
@@ -145,7 +147,7 @@ class _LeafTotals:
         return [None if total is None else total.to(dtype) for total, dtype in totals]
 
 
-def _differentiate(
+def _differentiate_tile(
     work: TileWork,
     span: TileSpan,
     inputs: Sequence[torch.Tensor],
@@ -153,9 +155,9 @@ def _differentiate(
     found: Sequence[torch.Tensor | None],
     totals: _LeafTotals,
 ) -> None:
-    """Compute the tiles at ``span`` again; write their gradients into ``found``, and add those of leaves to ``totals``.
-
-    ``gradient``: of the result.
+    """Compute the tile at ``span`` again and differentiate it, given ``gradient``, that of the result. Write the
+    gradients of the inputs' tiles to their place in ``found`` (by input, None for one that needs none), and add those
+    of leaves to ``totals``.
     """
     tiles = _tiles_of(work, span, inputs, [into is not None for into in found])
     with torch.enable_grad(), _saved_as_they_are():
@@ -171,7 +173,7 @@ def _differentiate(
         leaves = [node.variable for node in nodes]
         edges = [*(get_gradient_edge(tile) for tile, _ in wanted), *(GradientEdge(node, 0) for node in nodes)]
         with _hooks_silent(leaves):
-            grads = _gradients(edge, edges, seed)
+            grads = _gradients_at(edge, edges, seed)
         for leaf, of_leaf in zip(leaves, grads[len(wanted) :], strict=True):
             if of_leaf is not None:
                 totals.add(leaf, of_leaf)
@@ -183,10 +185,13 @@ def _differentiate(
             target.copy_(of_tile)
 
 
-def _gradients(edge: GradientEdge, edges: list[GradientEdge], seed: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    """Return the gradients at ``edges`` of the output at ``edge``, whose own gradient is ``seed``, None for an edge
-    that the output does not reach; nothing for no edges. Frees the graph. Raises `SequenceError` for a graph that
-    reaches back to before the tile, which every tile would differentiate again."""
+def _gradients_at(edge: GradientEdge, edges: list[GradientEdge], seed: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """Return the gradients at ``edges``, given ``seed``, that of the tile's output at ``edge``; None for an edge that
+    the output does not depend on, an empty sequence for no edges. Frees the graph.
+
+    Raises `SequenceError` if the graph reaches a computation of before the tile, which a tile has differentiated
+    already.
+    """
     if not edges:
         return ()
     try:
@@ -228,16 +233,16 @@ def _leaf_nodes(output: torch.Tensor) -> Iterator[Any]:
 
 @contextmanager
 def _saved_as_they_are() -> Iterator[None]:
-    """Return a context manager, inside which saved-tensor hooks of the code around (offloading, for example) do not get
-    what a tile's graph saves: moving it would cost more than it holds."""
+    """Context manager: inside it the saved-tensor hooks of the code around (offloading, for example) do not see the
+    tensors that a tile's graph saves, as these live too briefly to be moved."""
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 
 
 @contextmanager
 def _hooks_silent(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Return a context manager, inside which the hooks that code has registered on the leaves do not run, as they would
-    for each tile; they run for the sum."""
+    """Context manager: inside it the hooks that are registered on ``leaves`` do not run. They would run for each tile;
+    so they run once, for the sum."""
     kept = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
     for hooks, _ in kept:
         hooks.clear()

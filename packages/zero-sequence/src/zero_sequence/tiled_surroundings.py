@@ -50,7 +50,7 @@ class RandomState:
         return RandomState(_device_type(tensors), torch.get_rng_state(), devices, states)
 
     def set(self) -> None:
-        """Give the host's generator and those of the devices these states."""
+        """Set the host's default generator and those of the devices to these states."""
         torch.set_rng_state(self.host)
         if self.devices:
             set_device_states(self.devices, self.states, device_type=self.device_type)
@@ -72,8 +72,8 @@ class TileSurroundings:
 
     @contextmanager
     def restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Put these surroundings back for the block, and the generators' present states after it; ``tensors``: those of
-        `of`."""
+        """Context manager: inside it the generators and autocast are in these states; at the end the generators get the
+        states that they had at its start. ``tensors``: the same as for `of`, or others on the same devices."""
         before = RandomState.of(tensors)
         with ExitStack() as stack:
             for state in self.autocast:

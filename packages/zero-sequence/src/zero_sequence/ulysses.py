@@ -67,7 +67,8 @@ class Ulysses:
             self._hooks.append(each.register_forward_hook(self._after, always_call=True))
 
     def detach(self) -> None:
-        """Give the models their own attention back, and remove the hooks. May be called again."""
+        """Make the models compute as before: give them their own attention back, and remove the hooks. Further calls do
+        nothing."""
         for hook in self._hooks:
             hook.remove()
         for model, core in zip(self._models, self._cores, strict=True):
@@ -83,22 +84,26 @@ class Ulysses:
         return register(core, attention, None if mask is None else FullMask(mask, self._inputs))
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the inputs of a forward pass of shards: full masks, this shard's positions, no cache. The outermost
-        pass first agrees with the other ranks on its inputs (collective). Does nothing in evaluation if the options say
-        so."""
+        """Return the arguments with which a forward pass over shards is to run: with a full mask, this shard's
+        positions and no cache. It is the models' forward pre-hook.
+
+        The outermost pass first agrees with the other ranks on its inputs (collective). In eval mode, with
+        ``disable_in_eval``, it returns None, which leaves the arguments. Raises `SequenceError` for inputs that do not
+        fit.
+        """
         if self._options.disable_in_eval and not model.training:
             return None
         self._depth += 1
         named = _named_inputs(model, args, kwargs)
         if self._inputs.current is None:
             self._inputs.begin()
-            self._inputs.current = self._agree(model, named)
-        self._replace(model, named, self._inputs.current)
+            self._inputs.current = self._agree_on_inputs(model, named)
+        self._replace_inputs(model, named, self._inputs.current)
         return (), named
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """End the outermost forward pass, also one that raised; do nothing for one inside another. Raises
-        `SequenceError` if it returned without computing attention over shards."""
+        """Note that the outermost forward pass has ended, also by an error; do nothing after one inside another. It is
+        the models' forward hook. Raises `SequenceError` if the pass returned without attention over shards."""
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._inputs.current is None:
             return
@@ -109,11 +114,12 @@ class Ulysses:
                 "their own shard only"
             )
 
-    def _agree(self, model: nn.Module, named: dict[str, Any]) -> ForwardInputs:
-        """Return the inputs of the full sequence, of whose shards ``named`` has this rank's, once all ranks have told
-        each other the sizes of theirs. Collective. Raises `SequenceError` on every rank if these do not fit."""
+    def _agree_on_inputs(self, model: nn.Module, named: dict[str, Any]) -> ForwardInputs:
+        """Tell the ranks of the sequence group each other's input sizes, check that they fit together, and return the
+        inputs of the full sequence. ``named``: this rank's shard of them, by name. Raises `SequenceError` on every rank
+        if the sizes do not fit. Collective."""
         try:
-            said: Any = _facts(model, named)
+            said: Any = _shard_facts(model, named)
         except SequenceError as error:
             said = str(error)
         told = self._groups.control.agree(Message("forward", type(model).__name__, NO_STEP, said))
@@ -126,12 +132,12 @@ class Ulysses:
                     f"mask, shape of the positions) {told} by rank: the length of a batch must divide by "
                     f"{self._groups.size}, and every rank gives the same kinds of inputs"
                 )
-        return self._gather(named, said)
+        return self._gather_full_inputs(named, said)
 
-    def _gather(self, named: dict[str, Any], facts: list[Any]) -> ForwardInputs:
-        """Return the inputs of the full sequence, from the ``named`` ones of this rank's shard; ``facts``: see
-        `_facts`. Gathers a mask and positions where they are sharded. Collective. Raises `SequenceError` for a mask of
-        another length."""
+    def _gather_full_inputs(self, named: dict[str, Any], facts: list[Any]) -> ForwardInputs:
+        """Return the inputs of the full sequence for this rank's shard of them, ``named``, gathering a mask and
+        positions where they are sharded. ``facts``: see `_shard_facts`. Collective. Raises `SequenceError` for a mask
+        of another length."""
         _, length, mask_length, has_positions = facts
         full_length = length * self._groups.size
         padding = positions = None
@@ -147,7 +153,7 @@ class Ulysses:
             positions = self._inputs.full_positions(named["position_ids"])
         return ForwardInputs(length, full_length, padding, positions)
 
-    def _replace(self, model: nn.Module, named: dict[str, Any], current: ForwardInputs) -> None:
+    def _replace_inputs(self, model: nn.Module, named: dict[str, Any], current: ForwardInputs) -> None:
         """Fill ``named``, the inputs of ``model``, for the full sequence: ``attention_mask`` over all tokens in place
         of one of padding or none, ``position_ids`` of this shard if they are missing, and no cache."""
         tokens = _tokens(model, named)
@@ -172,7 +178,8 @@ def _named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _tokens(model: nn.Module, named: dict[str, Any]) -> torch.Tensor:
-    """Return the input whose first two dimensions are batch and length. Raises `SequenceError` if there is none."""
+    """Return the tokens among the inputs ``named``: ``input_ids`` (batch, length) or ``inputs_embeds`` (batch, length,
+    width). Raises `SequenceError` if there are none."""
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(named.get(name), torch.Tensor):
             return cast("torch.Tensor", named[name])
@@ -184,10 +191,11 @@ def _is_padding(mask: Any) -> bool:
     return mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
 
 
-def _facts(model: nn.Module, named: dict[str, Any]) -> list[Any]:
-    """Return batch size, length, length of the mask (0: none) and shape of the positions of a rank's shard.
+def _shard_facts(model: nn.Module, named: dict[str, Any]) -> list[Any]:
+    """Return [batch size, length, length of the mask (0: none), shape of the positions (empty: none)] of this rank's
+    inputs ``named``, which ranks compare.
 
-    Raises `SequenceError` for inputs that no shard of a sequence has.
+    Raises `SequenceError` for inputs that a model over sequence shards cannot take, such as a cache.
     """
     tokens = _tokens(model, named)
     batch, length = tokens.shape[:2]
@@ -212,6 +220,6 @@ def _facts(model: nn.Module, named: dict[str, Any]) -> list[Any]:
 
 
 def _derives_positions(model: nn.Module) -> bool:
-    """Return whether a module of the model computes positions from token ids (RoBERTa's embeddings), which takes those
-    of the full sequence."""
+    """Return whether a module of the model computes positions from token ids, as RoBERTa's embeddings do; that needs
+    the token ids of the full sequence."""
     return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
