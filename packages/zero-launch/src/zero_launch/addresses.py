@@ -1,4 +1,5 @@
-"""The address by which each host of a job is reached, and that of the ranks' store."""
+"""The address by which each host of a job is reached, and that of the store (torch's TCPStore) at which its ranks
+meet."""
 
 from __future__ import annotations
 

@@ -34,8 +34,9 @@ class Cluster(abc.ABC):
     An attempt, or round, is one start of all ranks on the hosts that take part, which subclasses choose
     (fixed_cluster.py, elastic_cluster.py). A `Peer` is the launcher's record of one host; the host is present until it
     has ended or is lost (`Peer.state`). `_on_KIND(peer, message)` handles the host's message of that kind, whose fields
-    messages.py lists. To stop the job is to end it on every host, with the reason in the report (`_stop`); to say
-    something is to print it on standard error.
+    messages.py lists. The roster holds all hosts. A host that does not begin is dropped, one that is gone later is
+    lost. Ranks meet at their store, torch's TCPStore on one of the hosts. To stop the job is to end it on every host,
+    with the reason in the report (`_stop`); to say something is to print it on standard error.
     """
 
     def __init__(self, spec: ClusterSpec) -> None:

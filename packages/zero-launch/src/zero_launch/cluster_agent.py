@@ -31,7 +31,8 @@ _NO_LIMIT = 1 << 30
 
 class ClusterAgent(Agent):
     """An `Agent` for one host of several: it sends every event to the launcher, which decides about rounds (attempts),
-    restarts and the end. Messages are those of messages.py.
+    restarts and the end. Messages are those of messages.py. Standbys are processes that have imported what the ranks
+    import, and become ranks at a restart.
 
     ``rendezvous`` takes the launcher's orders about rounds, ``channel`` leads to the launcher. Make it by `for_host`.
     """
@@ -130,8 +131,9 @@ class ClusterAgent(Agent):
             self.channel.send("imported", imports={str(number): text for number, text in imports.items()})
 
     def account(self) -> dict[str, Any]:
-        """Return the fields of the message `ended`, about the last attempt on this host: its failures, the other ranks'
-        fates, notes, the divergence, the order on which all ranks left, and the flight records."""
+        """Return the fields of the message `ended` about the last attempt on this host, as plain data: the failures,
+        how the other ranks ended (`fates`), the notes, why the ranks cannot continue together (`divergence`), the order
+        on which all ranks left (`left`), and the flight records."""
         return {
             "failures": self._failure_messages(),
             "fates": self.fates() if self._records else [],
@@ -211,8 +213,8 @@ class ClusterAgent(Agent):
         return super()._have_left(order)
 
     def _notice(self, ended: Sequence[int]) -> None:
-        """Send the launcher which ranks have connected to the store or ended, and which are stopped; it prints the
-        remarks for all hosts. ``ended``: the ranks with status 0."""
+        """Send the launcher which ranks of this host are stopped, and which have connected to the store or ended, for
+        its remarks about all hosts. ``ended``: the ranks with status 0."""
         self._here.find_arrivals(ended, self._watcher.records)
         for text in self._here.stopped():
             self.channel.send("notice", text=text)
@@ -225,8 +227,9 @@ class ClusterAgent(Agent):
         """Do nothing: the message `failed` carries ``why`` (`_fail`), and the launcher prints it."""
 
     def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
-        """Return why this host's ranks cannot finish, or None while they may. Also send the launcher the records while
-        they are stalled, and once when they no longer are: only it can compare all hosts."""
+        """Return why this host's ranks cannot finish, or None while they may, as `Agent` does. While the ranks are
+        stalled, and once when they no longer are, also send their ``records`` to the launcher, which compares those of
+        all hosts."""
         if stalled or self._said_stalled:
             data = {str(rank): record.to_json() for rank, record in records.items()}
             self.channel.send("stalled", stalled=stalled, records=data)

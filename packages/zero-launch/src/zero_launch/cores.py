@@ -25,8 +25,8 @@ def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def threads_per_rank(nproc: int) -> int:
-    """Return the number of OpenMP threads with which each of ``nproc`` ranks gets an
-    equal share of the cores; at least 1."""
+    """Return the number of OpenMP threads of each of ``nproc`` ranks on this host: an equal share of the cores that
+    this process may use, at least 1."""
     return max(1, usable_cores() // nproc)
 
 

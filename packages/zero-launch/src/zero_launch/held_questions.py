@@ -38,8 +38,9 @@ class HeldQuestions:
         self._questions.append(_Question(peer, number, replaced, time.monotonic() + _HOLD_SECONDS))
 
     def answer(self) -> None:
-        """Answer the requests of hosts that have something to do by the newest state, and those held back for
-        `_HOLD_SECONDS`. The others wait for news: then no host sleeps while a round begins."""
+        """Send the newest state to each host that has something to do in it, and to each whose request has been held
+        for `_HOLD_SECONDS`; keep the other requests. So no host is about to wait for its next request when a round
+        begins."""
         now = time.monotonic()
         asked, self._questions = self._questions, []
         for question in asked:

@@ -43,8 +43,8 @@ class Hostfile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Hostfile:
-        """Read a hostfile, whose lines `parse` describes. Raises FileNotFoundError, and ValueError
-        for no UTF-8 or text that `parse` refuses."""
+        """Return the hostfile in the file ``path``, whose lines `parse` describes. Raises FileNotFoundError, and
+        ValueError for a file that is not UTF-8 or that `parse` refuses."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

@@ -30,7 +30,9 @@ class Pods:
     """The pods of a job, from which a manifest is made: ``nodes`` of them with ``nproc`` ranks each.
 
     ``name``: the job's, at most 40 characters. ``image``: the container image with the script and zero-launch.
-    ``arguments``: the target and its own arguments; ``options``: more options of zero-launch.
+    ``arguments``: the target and its own arguments; ``options``: more options of zero-launch. ``namespace``: None for
+    Kubernetes' default. ``port``: where the first pod's launcher listens. ``token_secret``: name of the Secret with the
+    pods' token; empty for one named after the job.
 
     ``claims``: (claim, path) of the persistent volumes, for checkpoints and data. ``disks``: (size, path) of scratch
     space on the node's own disk, for the NVMe tier. ``shared_memory``: size of /dev/shm. ``gpus``: the resource's name,

@@ -92,9 +92,9 @@ class Meeting(DynamicRendezvousHandler):
     """The rendezvous of one host's agent; torch's algorithm says who takes part in a round (one start of all ranks), in
     the host list's order.
 
-    The first host of a round opens a store on its own address and tells the launcher, which tells the others. A round
-    ends when the launcher says `again` (a rank or a host was lost) or when this host's ranks have left to regroup; a
-    new host waits until then. Make it by `of`.
+    The first host of a round opens the ranks' store (torch's TCPStore) on its own address and tells the launcher, which
+    tells the others. A round ends when the launcher says `again` (a rank or a host was lost) or when this host's ranks
+    have left to regroup; a new host waits until then. Make it by `of`.
     """
 
     backend: ChannelBackend

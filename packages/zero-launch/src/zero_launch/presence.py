@@ -1,4 +1,5 @@
-"""Remarks about a job that makes no progress: which ranks have connected to the store, ended, or been stopped.
+"""Remarks about a job that makes no progress: which ranks have connected to the store (torch's TCPStore, at which they
+meet), ended, or been stopped.
 
 Nothing here ends a job, as a named rank may only be slow. Jobs that can never finish are found by the flight recorders
 (desync.py).

@@ -43,7 +43,7 @@ class Roster:
 
     @property
     def seconds_to_greet(self) -> float:
-        """Seconds that the hosts have to send their hello."""
+        """Seconds that the hosts have to send their hello, from the start of their agents."""
         return START_SECONDS if self._come_by_themselves else self._spec.transport.connect_seconds + 20
 
     @property

@@ -16,8 +16,8 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class Sink(Protocol):
-    """Where lines go: a text stream, or a channel to the launcher. Both methods may
-    block, and raise OSError at its end."""
+    """Where lines of output go: a text stream, or a channel to the launcher. Both methods may block, and raise OSError
+    once nobody reads them any more."""
 
     def write(self, text: str, /) -> object:
         """Take ``text``, one or more whole lines."""
@@ -82,7 +82,7 @@ class _Tail:
 
 
 def _last_state(line: bytes) -> str:
-    """Return what a terminal would show of a line that was redrawn by carriage returns."""
+    """Return what a terminal would show of ``line``, which may have been redrawn after carriage returns, as text."""
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode("utf-8", errors="replace")
 
 
