@@ -33,7 +33,8 @@ def commands() -> Path:
 
 
 def search_paths() -> dict[str, Path]:
-    """Return the variables, name -> folder, for the entry point `zero_launch.as` of `zero-launch --as-deepspeed`."""
+    """Return {"PYTHONPATH": `path()`, "PATH": `commands()`}: the folders that ranks under `zero-launch --as-deepspeed`
+    search first. It is the function of the entry point `zero_launch.as`."""
     return {"PYTHONPATH": path(), "PATH": commands()}
 
 

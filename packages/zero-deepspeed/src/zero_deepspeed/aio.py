@@ -52,7 +52,7 @@ class aio_handle:
             "overlap_events": overlap_events,
             "intra_op_parallelism": intra_op_parallelism,
         }
-        self._engine = _engine(self._options)
+        self._engine = _new_io_engine(self._options)
         self._pending: list[tuple[Any, Any, torch.Tensor]] = []
 
     def get_block_size(self) -> int:
@@ -147,7 +147,7 @@ def is_available() -> bool:
     return find_spec("zero_nvme_aio") is not None
 
 
-def _engine(options: dict[str, Any]) -> Any:
+def _new_io_engine(options: dict[str, Any]) -> Any:
     """Return a new I/O engine of zero-nvme-aio with ``options``, which have the keys of the section `aio`;
     `MissingExtraError` where that package is not installed."""
     try:

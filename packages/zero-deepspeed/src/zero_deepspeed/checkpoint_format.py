@@ -35,8 +35,8 @@ class DeepSpeedWriter:
     number of threads, have no effect. ``state``: of the engine, read at each call: its module, optimizer, scheduler,
     counters and configuration. ``config``: the configuration as the user gave it, which the files repeat.
 
-    Raises `UsageError` without an optimizer, for Muon, which is two, and for a model of which other ranks have other
-    parts (tensor parallelism).
+    Raises `UsageError` without an optimizer, for Muon, which consists of two, and for a model of which each rank has
+    another part (tensor parallelism).
     """
 
     def __init__(self, state: TrainingState, config: dict[str, Any]) -> None:
@@ -56,10 +56,11 @@ class DeepSpeedWriter:
     ) -> Path:
         """Write the tensors of ``intervals`` to the checkpoint ``root/tag`` and return its path. Collective.
 
-        ``coordinator``: of the ranks that save. ``save_latest``: make it the one that loading takes by default.
-        ``client_state``: the training state besides tensors, of which only the user's own part, "client", is written.
-        ``others`` has to have ``step``, ``aliases`` and ``frozen``. Raises `zero_ckpt.CheckpointError` on every rank,
-        also for keys of the client state that the format has itself.
+        ``intervals``: the parts of tensors that this rank holds. ``coordinator``: of the ranks that save.
+        ``save_latest``: make the checkpoint the one that loading takes by default. ``client_state``: the training state
+        besides tensors, of which only the user's own part, "client", is written. ``others`` must have ``step``,
+        ``aliases`` and ``frozen``, as for `zero_ckpt.save_sharded`. Raises `zero_ckpt.CheckpointError` on every rank,
+        also for keys of the client state that DeepSpeed's files have for entries of their own.
         """
         kept = {key: others[key] for key in ("step", "aliases", "frozen")}
         user = from_plain(client_state["client"])

@@ -36,7 +36,7 @@ def agreed_place(
     """
     engine.training_state.check_open(call)
     given = ["" if folder is None else os.fspath(folder), None if tag is None else str(tag)]
-    told = _told(engine, call, given)
+    told = _gather_from_ranks(engine, call, given)
     first, first_tag = told[0]
     if not first:
         raise UsageError(f"{call}: expected a folder, got {folder!r}")
@@ -70,11 +70,11 @@ def newest(engine: Engine, folder: str) -> Newest:
     replaces them. Collective."""
     has_latest = (Path(folder) / "latest").is_file()
     found = [has_latest, latest_universal(folder), has_latest or holds_any(folder)]
-    return Newest(*_told(engine, "load_checkpoint", found)[0])
+    return Newest(*_gather_from_ranks(engine, "load_checkpoint", found)[0])
 
 
-def _told(engine: Engine, call: str, given: list[Any]) -> list[Any]:
-    """Return the values ``given`` by every rank, in the order of the ranks; ``call``: the engine's method, for errors.
+def _gather_from_ranks(engine: Engine, call: str, given: list[Any]) -> list[Any]:
+    """Return what every rank passes as ``given``, in the order of the ranks; ``call``: the engine's method, for errors.
     Collective.
     """
     told: list[Any] = engine.partition.runtime.agree(call, "", given)

@@ -82,12 +82,12 @@ def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Return True: every torch that is supported has it."""
+    """Return True: every torch that is supported has `all_gather_into_tensor`."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """Return True: every torch that is supported has it."""
+    """Return True: every torch that is supported has `reduce_scatter_tensor`."""
     return True
 
 

@@ -37,8 +37,9 @@ class Init:
     ``module``: an existing model, which is sharded at once. ``config_dict_or_path`` (or ``config``): the configuration,
     in which frameworks may have left values "auto"; stage 3 without one. ``mpu``: as for `initialize`. ``enabled``:
     false to do nothing. Initial values are those that a single process draws. At the end parameters are cast to
-    ``dtype``, by default the configuration's: bf16, fp16 or float32. Below stage 3 it does nothing; inside another
-    `Init` that shards only this: at its end what was built so far has DeepSpeed's attributes.
+    ``dtype``, by default the configuration's: bf16, fp16 or float32, and get DeepSpeed's attributes (`ZeroParameter`).
+    Below stage 3 the context does nothing. Inside another `Init`, which shards, it only gives what was built until its
+    end DeepSpeed's attributes.
 
     ``data_parallel_group`` and ``sequence_data_parallel_group`` must contain all ranks. Shards are on the device on
     which the model's code creates its parameters, or in the files of ``offload_param``; ``remote_device`` and

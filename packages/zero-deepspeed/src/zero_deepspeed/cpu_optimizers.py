@@ -64,7 +64,8 @@ class DeepSpeedCPUAdam(CPUAdam):
         _init_without_checks(self, CPUAdam, model_params, fp32_optimizer_states, {**options, **forced}, forced)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update as torch's optimizers do; see this module about float16 and sparse gradients."""
+        """Update the parameters, and return the result of ``closure``, which is called first, with autograd on; None
+        without one. See this module about float16 and sparse gradients."""
         return _step_any(self, super(CPUAdam, self).step, closure)
 
 
@@ -117,7 +118,8 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
         _init_without_checks(self, CPUAdagrad, model_params, fp32_optimizer_states, options)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update as torch's optimizers do; see this module about float16 and sparse gradients."""
+        """Update the parameters, and return the result of ``closure``, which is called first, with autograd on; None
+        without one. See this module about float16 and sparse gradients."""
         return _step_any(self, super(CPUAdagrad, self).step, closure)
 
 
@@ -142,7 +144,8 @@ class DeepSpeedCPULion(CPULion):
         _init_without_checks(self, CPULion, model_params, fp32_optimizer_states, options)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update as torch's optimizers do; see this module about float16 and sparse gradients."""
+        """Update the parameters, and return the result of ``closure``, which is called first, with autograd on; None
+        without one. See this module about float16 and sparse gradients."""
         return _step_any(self, super(CPULion, self).step, closure)
 
 

@@ -302,7 +302,8 @@ class DeepSpeedEngine(DelegatedNames):
         return group
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return `seq_parallel_group`."""
+        """Return the group of the ranks that share this rank's sequences, `seq_parallel_group`; None where none are
+        shared."""
         return self.seq_parallel_group
 
     @staticmethod
@@ -327,8 +328,8 @@ class DeepSpeedEngine(DelegatedNames):
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """Return the key ``type`` of each param group; 0.0 for a group without it. Raises
-        `UsageError` without an optimizer."""
+        """Return the value of the key ``type`` of each param group of the optimizer; 0.0 for a group without that key.
+        Raises `UsageError` without an optimizer."""
         groups = self.zero_engine.training_state.check_trainable("get_type").param_groups
         return [group.get("type", 0.0) for group in groups]
 
@@ -349,9 +350,11 @@ class DeepSpeedEngine(DelegatedNames):
             torch.get_device_module(self.device).empty_cache()
 
     def destroy(self, unshard: bool = True) -> None:
-        """Close the engine as `Engine.destroy`; its parameters become plain `nn.Parameter`s again. Collective.
+        """Close the engine: unshard its parameters, which become plain `nn.Parameter`s again, remove all hooks and
+        leave the process groups. Collective.
 
-        ``unshard``: false leaves sharded parameters released, for models that do not fit on one rank.
+        ``unshard``: false leaves sharded parameters released, for models that do not fit on one rank. Raises
+        `zero_ckpt.CheckpointError` if a checkpoint that was written in the background failed.
         """
         self.zero_engine.destroy(unshard)
         remove_names(self.module.parameters())

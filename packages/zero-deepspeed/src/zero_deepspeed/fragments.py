@@ -1,5 +1,6 @@
 """Full values and fragments of sharded parameters, their gradients and states, by DeepSpeed's names. A fragment is the
-part of one parameter that is in a rank's shard.
+part of one parameter that is in a rank's shard. A partition is what an engine holds of its model: the sharded units,
+and the replicated parameters.
 """
 
 from __future__ import annotations
@@ -304,7 +305,8 @@ def _is_trained(owner: Partition, param: nn.Parameter) -> bool:
 
 
 def _optimizer(owner: Partition) -> ShardedOptimizer:
-    """Return the sharded optimizer of a partition; `UsageError` for an engine without one."""
+    """Return the sharded optimizer of the engine that has the partition ``owner``; `UsageError` for an engine without
+    one."""
     optimizer = owner.optimizer
     if not isinstance(optimizer, ShardedOptimizer):
         raise UsageError("the engine of this parameter has no optimizer, hence no optimizer state")

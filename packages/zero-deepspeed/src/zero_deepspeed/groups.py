@@ -23,7 +23,8 @@ _REGISTERED: list[tuple[Any, Any]] = []
 def register_mpu(mpu: Any) -> None:
     """Make the functions of this module answer for ``mpu`` until another is registered or torch.distributed is closed.
 
-    It has ``get_data_parallel_group()``, and of the methods of `SequenceGroups` those for what its ranks share.
+    ``mpu`` must have the method ``get_data_parallel_group()``; if its ranks share sequences or layers, it has the
+    methods that `SequenceGroups` has for these too.
     """
     _REGISTERED[:] = [(mpu, dist.group.WORLD)]
 
@@ -104,7 +105,7 @@ def get_sequence_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
-    """Return this rank's place among those that share its sequences; 0 where none are shared."""
+    """Return this rank's index among the ranks that share its sequences; 0 where none are shared."""
     return int(getattr(registered_mpu(), "get_sequence_parallel_rank", lambda: 0)())
 
 

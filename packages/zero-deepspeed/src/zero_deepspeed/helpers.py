@@ -104,7 +104,8 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
     ``criterion_func`` is true (None: all)."""
 
     def moved(leaf: Any) -> Any:
-        """Return a tensor that ``criterion_func`` accepts on ``device``; other values as they are."""
+        """Return ``leaf`` moved to ``device`` if it is a tensor that ``criterion_func`` accepts; else ``leaf``
+        itself."""
         chosen = isinstance(leaf, torch.Tensor) and (criterion_func is None or criterion_func(leaf))
         return leaf.to(device) if chosen else leaf
 

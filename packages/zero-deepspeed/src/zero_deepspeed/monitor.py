@@ -59,8 +59,9 @@ class MonitorMaster:
 
 
 class _OneMonitor(MonitorMaster):
-    """A `MonitorMaster` for one section: a subclass has its name as ``section``. ``config``: the section's values, a
-    mapping or a resolved section; they are attributes too, but for a key. It writes nothing where it is not enabled.
+    """A `MonitorMaster` for one section of the configuration, which a subclass names as ``section``. ``config``: the
+    section's values, a mapping or a resolved section; they are attributes too, except an API key. Nothing is written
+    if the section is not enabled.
     """
 
     section = ""

@@ -93,7 +93,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def state(self) -> Any:
-        """Return the torch optimizer's state, by fragment."""
+        """Return the torch optimizer's own state: by the fragment of a parameter that this rank updates, name ->
+        value."""
         return self._sharded.state
 
     @property
@@ -117,7 +118,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def loss_scaler(self) -> LossScaler:
-        """Return the loss scale with its counters."""
+        """Return the loss scale, with its counters, as an object with DeepSpeed's names."""
         return LossScaler(self._sharded.loss_scale, self._engine.resolved_config)
 
     loss_scale_config = loss_scaler

@@ -109,8 +109,8 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Return whether ``data`` has the full values now, is released, or is being gathered. See the class about one
-        rank.
+        """Return AVAILABLE if ``data`` has the full values now, NOT_AVAILABLE if they are released, INFLIGHT while they
+        are gathered. With one rank it is as the class says.
         """
         place = _find_unit(self)
         if place is not None:

@@ -35,7 +35,8 @@ class UlyssesMpu:
         self._disable_in_eval = disable_in_eval
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute ``name`` of the `SequenceGroups`; AttributeError for a private one."""
+        """Return the attribute ``name`` of ``groups``. Raises AttributeError for a name that begins with "_" or that
+        they do not have."""
         if name.startswith("_"):  # while it is copied or unpickled
             raise AttributeError(name)
         return getattr(self.groups, name)
@@ -129,5 +130,5 @@ def mpu_for(given: Any, model: Any) -> Any:
 
 
 def sequence_size(mpu: Any) -> int:
-    """Return the number of ranks that share a sequence under ``mpu``; 1 if it does not say."""
+    """Return the number of ranks that share a sequence under ``mpu``; 1 if that is None or has no method for it."""
     return int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())

@@ -126,8 +126,8 @@ def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _dialect_defaults(data: Mapping[str, Any], sequence: int) -> dict[str, tuple[Any, str]]:
-    """Return path -> (value, reason) of the defaults of DeepSpeed that differ, for `Config.load`; ``sequence``: see
-    `load_config`."""
+    """Return DeepSpeed's defaults that differ from ours for the configuration ``data``, in the form that `Config.load`
+    takes: path of the key -> (value, reason). ``sequence``: see `load_config`."""
     found: dict[str, tuple[Any, str]] = {"gradient_clipping": (1.0, _CLIPPING)}
     if sequence > 1:
         found["sequence_parallel_size"] = (sequence, "by the mpu")
@@ -157,8 +157,8 @@ def _asks_nothing(value: Any) -> bool:
 
 
 def _replace_zero_warmup(data: dict[str, Any]) -> None:
-    """Replace 0 warm-up steps in ``data`` by 1: DeepSpeed before 0.19.6 did so, and older
-    frameworks write 0 for "auto"."""
+    """Replace 0 warm-up steps of the scheduler in ``data`` by 1: DeepSpeed before 0.19.6 did so, and older frameworks
+    write 0 for "auto"."""
     section = data.get("scheduler")
     params = section.get("params") if isinstance(section, dict) else None
     if isinstance(params, dict) and params.get("warmup_num_steps") == 0:

@@ -105,7 +105,7 @@ def _model_file_name(stage: int, model_parallel_rank: int) -> str:
 
 
 def _existing_folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
-    """Return the folder as a Path, or raise FileNotFoundError."""
+    """Return ``checkpoint_dir`` as a Path. Raises FileNotFoundError if there is no such folder."""
     folder = Path(checkpoint_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"the directory '{folder}' does not exist")

@@ -12,10 +12,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the script of the command line, or with ``-m`` the module, as ``__main__``, with `--local_rank` before its
-    arguments.
-
-    The number is that of LOCAL_RANK, or 0.
+    """Run the script that the command line names, or with ``-m`` the module, as ``__main__``, with `--local_rank=N` in
+    front of its arguments. N is the value of LOCAL_RANK, or 0 without that variable.
     """
     module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[2:] if module else sys.argv[1:]

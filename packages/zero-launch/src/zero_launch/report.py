@@ -123,8 +123,8 @@ class LaunchError(RuntimeError):
 
 
 def read_error_file(path: Path) -> dict[str, Any] | None:
-    """Return what an uncaught exception left in a rank's error file (`message` and `extraInfo`, see
-    `rank.write_error_file`), or None.
+    """Return what the rank wrote about an uncaught exception to its error file ``path``, a dict with `message` and
+    `extraInfo` as `rank.write_error_file` has them; None if there is no such file.
 
     None also for a file that torch wrote itself, which lacks our time `uncaught_at`: that exception may have been
     caught.
@@ -156,10 +156,8 @@ def read_end_file(folder: Path) -> ScriptEnd | None:
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return one line about a rank that ended without a Python exception: its status or signal, and what that often
-    means.
-
-    A negative ``exit_code`` is a signal.
+    """Return one line about a rank that ended with ``exit_code`` (negative for a signal) without a Python exception:
+    the status, or the signal and what it often means.
     """
     if exit_code >= 0:
         return f"exit status {exit_code}, without an uncaught exception"

@@ -1,9 +1,9 @@
 """A job that is asked to end saves a checkpoint first, and goes back into the scheduler's queue.
 
 [Note: requeue signals] Slurm's signals may come on several ways at once: to every process of the job, and once more by
-`srun` or a shell that passes them on. So the launcher and its hands on the hosts act upon them; ranks, standbys and
-what carries the connections ignore them; and a SIGTERM soon after the first is the same one. Before the launcher can
-act, and while it puts the job back into the queue, signals wait (`hold`).
+`srun` or a shell that passes them on. So the launcher and its agents on the hosts act upon them; ranks, standbys and
+the programs that carry the connections ignore them; and a SIGTERM soon after the first is the same one. Before the
+launcher can act, and while it puts the job back into the queue, signals wait (`hold`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class LaunchSpec:
     ``program``: ``target`` is a program to run as it is, not a Python script.
     ``max_restarts``: how often all ranks are started again after a failure.
     ``silence_seconds``: a host that sends nothing for so long counts as lost; a rank that is stopped (SIGSTOP) for so
-    long is named.
+    long is reported.
     ``elastic``: the least and the most ranks with which the job continues when hosts or devices come and go.
     ``requeue``: at the first SIGUSR1 or SIGTERM the ranks save and end, and `launch` raises `LeftEarly`.
     ``standby``: an elastic job keeps a process that has imported torch, from which restarted ranks are forked.
@@ -86,8 +86,8 @@ class LaunchSpec:
         return "module" if self.module else "program" if self.program else "script"
 
     def check_target(self) -> None:
-        """Raise FileNotFoundError if the script or program does not exist here; a module
-        is only looked up by the ranks."""
+        """Raise FileNotFoundError if the script or program does not exist on this host. Do nothing for a module, which
+        only the ranks look up."""
         if self.program:
             if shutil.which(self.target) is None:
                 raise FileNotFoundError(f"no program {self.target!r} in {Path.cwd()} or in PATH")

@@ -88,8 +88,8 @@ def record_imports() -> None:
 
 
 def recorded(path: Path) -> str:
-    """Return the recorded imports of a rank as JSON of `Imports`; empty if the file is missing: the rank has not come
-    so far, or none of its modules can be imported ahead.
+    """Return the imports of a rank that are recorded in the file ``path``, as JSON of `Imports`; empty if the file is
+    missing, as the rank has not imported any module that can be imported ahead.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -98,8 +98,8 @@ def recorded(path: Path) -> str:
 
 
 def stand_by(descriptor: int) -> None:
-    """Import what the agent says on the socket ``descriptor``, then fork a rank for each of its orders; return in each
-    rank.
+    """Run as a standby: import the modules that the agent names over the socket ``descriptor``, then fork a rank for
+    each order of the agent. Return only in each rank.
 
     The first line from the agent is JSON of `Imports`; each further one an order: the rank's `env`, and the files
     `stdout` and `stderr` or null. Ends this process when the agent closes the socket. Answers are lines of JSON: first

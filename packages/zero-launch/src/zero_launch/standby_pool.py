@@ -83,9 +83,11 @@ class ForkedRank:
 
 
 class Standby:
-    """One process that waits, and forks the ranks of one kind in each attempt; made, it begins to import.
+    """One standby process, which the constructor starts: it imports what its ranks import, then forks a rank when it is
+    told to, in each attempt.
 
-    ``kind``: of its ranks. It runs `standby.stand_by` and answers over a socket.
+    ``kind``: of its ranks. The process runs `standby.stand_by` and answers over a socket. The standby is over once that
+    socket is closed or cannot be used, as the process has ended or was dismissed.
     """
 
     def __init__(self, kind: StandbyKind) -> None:
@@ -112,13 +114,14 @@ class Standby:
 
     @property
     def ready(self) -> bool:
-        """Return whether it has finished importing, also if it found that it cannot fork ranks (``why_not``)."""
+        """Return whether the process has finished importing, also if it then found that it cannot fork ranks
+        (``why_not``)."""
         self._take_answers(0.0)
         return self._is_ready
 
     @property
     def is_used(self) -> bool:
-        """Return whether a rank that it has forked still runs."""
+        """Return whether a rank that this standby has forked still runs."""
         self._take_answers(0.0)
         return self.runs and any(pid not in self._statuses for pid in self._forked)
 
@@ -206,9 +209,9 @@ class Standby:
 class StandbyPool:
     """The standbys of one host, one for each kind of rank; `adjust_to` and `prepare` start them one after another.
 
-    ``command``: the words that start a rank, with torch's macros in them. ``env``: returns, for a local rank, the
-    variables that it gets on top of this process's environment, as far as they are known beforehand. ``folder``: where
-    ranks record what they import. ``say``: called with the reason when standbys are given up.
+    ``command``: the words that start a rank, with torch's macros (`${local_rank}`). ``env``: returns, for a local rank,
+    the variables that it gets on top of this process's environment, as far as they are known beforehand. ``folder``:
+    where ranks record what they import. ``say``: called with the reason when standbys are given up.
     """
 
     def __init__(

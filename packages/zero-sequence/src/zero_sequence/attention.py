@@ -44,8 +44,8 @@ class AttentionOptions:
 
 
 class UlyssesAttention:
-    """The attention function that is registered with Transformers in place of the core attention, the model's own:
-    ``core``, of the name ``name`` (None: the model's eager one).
+    """The attention function that is registered with Transformers in place of the core attention, which is the model's
+    own. ``name``: of the core attention. ``core``: its function; None for the eager one, which each model brings.
 
     Queries, keys and values of all heads over this rank's shard of the sequence are exchanged for those of some heads
     over the full sequence; ``core`` computes these; the outputs are exchanged back. That is one exchange there, where

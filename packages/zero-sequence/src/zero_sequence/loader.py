@@ -80,8 +80,8 @@ class SequenceLoader:
                 return
 
     def _split_checked(self, batch: Any) -> list[dict[str, Any]]:
-        """Return the shards of ``batch``, one for each rank of the sequence group. Raises `SequenceError` if it is no
-        mapping, for a key that is no str, and as `split_batch` does."""
+        """Return the shards of ``batch``, one for each rank of the sequence group, by `split_batch`. Raises
+        `SequenceError` as that does, and for a batch that is no mapping or has a key that is no str."""
         if not isinstance(batch, Mapping):
             raise SequenceError(f"expected batches that are mappings of tensors by name, got {type(batch).__name__}")
         other = next((key for key in batch if not isinstance(key, str)), None)
@@ -127,7 +127,7 @@ class SequenceLoader:
         return [_read_shard(row, theirs) for row, theirs in zip(arrived, told, strict=True) if theirs is not None]
 
     def _on_device(self, value: Any) -> Any:
-        """Return a tensor on the loader's device, if it has one; other values as they are."""
+        """Return ``value`` moved to ``device`` if it is a tensor and a device was given; else ``value`` itself."""
         return value.to(self._device) if self._device is not None and isinstance(value, torch.Tensor) else value
 
 

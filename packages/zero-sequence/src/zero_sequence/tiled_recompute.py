@@ -69,8 +69,8 @@ class TileWork(Protocol):
 
 
 def run_tiles(work: TileWork, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the result of ``work`` over ``inputs``, differentiable once and only where gradients are enabled; see
-    [Note: gradients of tiles]."""
+    """Do ``work`` tile by tile over ``inputs`` (tensors of equal size along ``work.dim``), and return its result, which
+    is differentiable once, and only if gradients are enabled; see [Note: gradients of tiles]."""
     trains = torch.is_grad_enabled()
     surroundings = TileSurroundings.of(inputs)
     leaves: dict[int, torch.Tensor] = {}
@@ -94,8 +94,9 @@ class _Recomputed(Function):
 
     @staticmethod
     def forward(ctx: Any, work: TileWork, surroundings: TileSurroundings, count: int, *tensors: torch.Tensor) -> Any:
-        """Return the result of ``work``; keep the first ``count`` tensors, the inputs, for backward, and of the others,
-        the parameters, only dtype and identity."""
+        """Return the result of ``work``, whose tiles are computed already. Save the first ``count`` of ``tensors``, the
+        inputs, for backward; of the others, the leaves, keep only dtype and `id`. ``surroundings``: those in which the
+        tiles were computed."""
         ctx.work, ctx.surroundings = work, surroundings
         ctx.leaves = [(tensor.dtype, id(tensor)) for tensor in tensors[count:]]
         ctx.save_for_backward(*tensors[:count])
@@ -103,8 +104,8 @@ class _Recomputed(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Return the gradients of the inputs and the leaves, by computing every tile again; None for the other
-        arguments. Raises `SequenceError` with ``create_graph=True``."""
+        """Return the gradients of all arguments of `forward`, None for the first three, by computing every tile again.
+        ``gradient``: of the result. Raises `SequenceError` with ``create_graph=True``."""
         if torch.is_grad_enabled():
             raise SequenceError(
                 "create_graph=True reached a computation in tiles, whose gradients are numbers without a graph. Call "
