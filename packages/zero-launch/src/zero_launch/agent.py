@@ -35,7 +35,7 @@ _STANDBY_SECONDS = 10.0
 
 class Agent(LocalElasticAgent):
     """torch's elastic agent for the ranks of one host, with our rules about output, failures and ends. An attempt is
-    one start of all ranks; a standby is a process that has imported what a rank needs, and becomes one at a restart.
+    one start of all ranks; a standby is a process that has imported what ranks import, and forks them at a restart.
 
     ``spec``: torch's description of the ranks. ``files``: the folders of their files. ``job_id``: of the job on this
     host. ``grace_seconds``: how long ranks may take to end once the job is to stop. ``sinks``: where the ranks' stdout

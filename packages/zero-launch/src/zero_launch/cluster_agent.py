@@ -32,7 +32,7 @@ _NO_LIMIT = 1 << 30
 class ClusterAgent(Agent):
     """An `Agent` for one host of several: it sends every event to the launcher, which decides about rounds (attempts),
     restarts and the end. Messages are those of messages.py. Standbys are processes that have imported what the ranks
-    import, and become ranks at a restart.
+    import, and fork them at a restart.
 
     ``rendezvous`` takes the launcher's orders about rounds, ``channel`` leads to the launcher. Make it by `for_host`.
     """

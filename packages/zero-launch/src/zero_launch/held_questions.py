@@ -39,8 +39,8 @@ class HeldQuestions:
 
     def answer(self) -> None:
         """Send the newest state to each host that has something to do in it, and to each whose request has been held
-        for `_HOLD_SECONDS`; keep the other requests. So no host is about to wait for its next request when a round
-        begins."""
+        for `_HOLD_SECONDS`; keep the other requests. A host waits a second after an answer before it asks again; one
+        whose request is held learns of a new round at once."""
         now = time.monotonic()
         asked, self._questions = self._questions, []
         for question in asked:

@@ -207,7 +207,7 @@ def worker_group_spec(
 def standby_pool_of(
     spec: LaunchSpec, worker_spec: WorkerSpec, files: RankFiles, recorders: Path, say: Callable[[str], object]
 ) -> StandbyPool | None:
-    """Return the pool of standbys (processes that have imported what ranks import, and become ranks at a restart) for a
+    """Return the pool of standbys (processes that have imported what ranks import, and fork them at a restart) for a
     job's ranks on this host, still empty; None unless the job is elastic, wants standbys, and runs Python.
 
     ``worker_spec``: names the command of a rank. ``files``: give the variables of a rank. ``recorders``: the folder in

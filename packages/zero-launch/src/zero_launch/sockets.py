@@ -107,9 +107,10 @@ def interface_variables(address: str) -> dict[str, str]:
     """Return the variables (name -> interface) that tell the ranks' libraries to listen on the interface of
     ``address``.
 
-    They are for gloo, NCCL and tensorpipe if that is the loopback interface, else for gloo alone: NCCL may know a faster
-    network, while gloo would listen at the address of the host name, which many distributions resolve to a loopback
-    address. Variables that this process's environment has are left out; empty if no interface has that address.
+    They are for gloo, NCCL and tensorpipe if that is the loopback interface, else for gloo alone: NCCL may know a
+    faster network, while gloo would listen at the address of the host name, which many distributions resolve to a
+    loopback address. Variables that this process's environment has are left out; empty if no interface has that
+    address.
     """
     interface = interface_of(address)
     if interface is None:
