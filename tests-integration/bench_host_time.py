@@ -111,7 +111,7 @@ def compare(ours: Path, theirs: Path, stage: int, ranks: int, args: argparse.Nam
     low, median, high = statistics.quantiles((a / b for a, b in zip(*times, strict=True)), n=4)
     here, there = map(min, times)
     return (
-        f"stage {stage}, {ranks} rank(s): {median:5.3f} [{low:5.3f}, {high:5.3f}]  least "
+        f"stage {stage}, {ranks} ranks: {median:5.3f} [{low:5.3f}, {high:5.3f}]  least "
         f"{here * 1e6:7.0f} - {there * 1e6:7.0f} = {(here - there) * 1e6:+6.0f} us"
     )
 

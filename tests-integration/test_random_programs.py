@@ -27,4 +27,4 @@ def test_random_programs_train_as_one_process(world_size: int) -> None:
 def test_many_random_programs_train_as_one_process(world_size: int) -> None:
     for first in range(FIRST, FIRST + COUNT, CHUNK):
         assert wrong(range(first, first + CHUNK), world_size) == {}
-    print(f"{world_size} rank(s): {COUNT} programs, 0 wrong")
+    print(f"{world_size} ranks: {COUNT} programs, 0 wrong")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from train_batch_runs import Case, Net, batches, config, facts
+from train_batch_runs import MICRO_BATCHES, Case, Net, batches, config, facts
 
 import zero_core
 import zero_partition
@@ -149,3 +149,30 @@ def test_a_loss_that_fails_in_the_middle_drops_the_step_on_every_rank(ranks: int
             assert "ValueError: no loss" in said
             assert refusal == ""
             assert values == whole[rank][2]
+
+
+def batches_counted(folder: str) -> tuple[str, list[int]]:
+    """The error of a step in which a block fails when backward runs it again, and the batches that each normalization
+    has counted."""
+    engine = zero_core.initialize(model=Net(normed=True), config=config(Case("net", tier="nvme"), folder))[0]
+    calls = iter(range(100))
+
+    def fail_when_run_again(*_: Any) -> None:
+        if next(calls) == MICRO_BATCHES:
+            raise ValueError("not again")
+
+    engine.module.get_submodule("blocks.1.wide").register_forward_hook(fail_when_run_again)
+    said = ""
+    try:
+        engine.train_batch(batches(0))
+    except ValueError as failure:
+        said = str(failure)
+    counted = [int(block.norm.num_batches_tracked) for block in engine.module.blocks]
+    engine.destroy(unshard=False)
+    return said, counted
+
+
+def test_statistics_count_each_micro_batch_once_where_a_block_fails_in_backward(tmp_path: Path) -> None:
+    said, counted = run_ranks(batches_counted, 1, str(tmp_path))[0]
+    assert "not again" in said
+    assert counted == [MICRO_BATCHES] * 3

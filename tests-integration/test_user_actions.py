@@ -78,5 +78,5 @@ def test_ten_thousand_sequences(dtype: torch.dtype, world_size: int) -> None:
             refused.update(kind for v in ended for kind in v.refused)
             wrong += [v for v in ended if v.wrong]
             seeds = seeds[len(ended) :]
-    print(f"{world_size} rank(s): {done} sequences, {len(wrong)} wrong; refused: {dict(refused)}")
+    print(f"{world_size} ranks: {done} sequences, {len(wrong)} wrong; refused: {dict(refused)}")
     assert not wrong, wrong[:10]

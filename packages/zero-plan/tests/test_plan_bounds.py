@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from zero_plan import load_machine, step_bounds, step_time
+from zero_plan.cli.machine_printing import bounds_table
 from zero_plan.dry_run.fakes import PlanMode
 from zero_plan.dry_run.memory import LiveMemory
 from zero_plan.dry_run.operations import SMALLEST_MOVED, Operations
@@ -76,6 +77,8 @@ def test_attention_counts_at_a_rate_of_its_own_if_the_machine_gives_one() -> Non
     found = {row.resource: row.seconds for row in rows}
     both = {"matrix products, float32": product / 1e6, "attention, float32": forward / 1e3}
     assert found == {**both, "device, all it computes": sum(both.values())}
+    amounts = {cells[0]: cells[1] for cells in bounds_table(rows, step_time(rows)).rows}
+    assert amounts["attention, float32"].endswith("FLOP") and amounts["matrix products, float32"].endswith("FLOP")
     operations.clear()
     assert not operations.attention_by_dtype
 

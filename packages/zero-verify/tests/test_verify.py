@@ -138,7 +138,7 @@ def test_the_program_ends_with_the_status_for_scripts(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "zero_core.cli", *verify(tmp_path, fault)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == status, done.stderr
-        assert ("is bitwise equal to stage 0 on 2 rank(s) in 2 step(s)" in done.stdout) == (status == 0)
+        assert ("is bitwise equal to stage 0 on 2 ranks in 2 steps" in done.stdout) == (status == 0)
 
 
 @pytest.mark.soak

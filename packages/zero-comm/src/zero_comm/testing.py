@@ -125,7 +125,7 @@ def _collect_answers(connections: list[Connection], timeout: float) -> tuple[dic
         ready = wait(list(pending), timeout)
         if not ready:
             raise TimeoutError(
-                f"rank(s) {sorted(pending.values())} gave no answer in {timeout:.0f} s"
+                f"ranks {sorted(pending.values())} gave no answer in {timeout:.0f} s"
                 + "".join(f"\n--- rank {r} ---\n{t}" for r, t in sorted(failures.items()))
             )
         for answered in ready:

@@ -54,6 +54,7 @@ class Failures:
             cause = self._state.groups.control.explain(error)
             if cause is error:
                 raise
+            self._state.model_part.abort(cause)
             runtime.abort(cause)
             raise cause from failure
         except BaseException as failure:

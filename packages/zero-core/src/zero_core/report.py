@@ -38,17 +38,25 @@ def start_line(state: TrainingState) -> str:
     return "; ".join([*_outline(state.config, state.partition), dtypes, f"rank 0 holds {held or 'nothing'}"])
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``number`` with the noun, as in "1 rank" and "2 ranks"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _outline(config: Config, partition: Partition) -> list[str]:
     """Return three lines: on stage and ranks, on parameters and units, on batch sizes."""
     options, layout = partition.options, partition.layout
     persistent = sum(u.plan.persistent for u in partition.units)
+    data_parallel = counted(config.data_parallel_size, "rank")
+    if config.sequence_parallel_size > 1:
+        data_parallel = f"{counted(config.data_parallel_size, 'group')} of {config.sequence_parallel_size} ranks"
     return [
-        f"ZeRO stage {options.stage}, {partition.data_world_size} rank(s) on {partition.device}" + _replicas(partition),
-        f"{layout.used_numel:,} parameters in {len(layout.units)} units ({persistent} persistent), "
+        f"ZeRO stage {options.stage}, {counted(partition.data_world_size, 'rank')} on {partition.device}"
+        + _replicas(partition),
+        f"{layout.used_numel:,} parameters in {counted(len(layout.units), 'unit')} ({persistent} persistent), "
         f"{layout.numel - layout.used_numel:,} elements of padding",
         f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} "
-        f"x {config.gradient_accumulation_steps} accumulation x {config.data_parallel_size} "
-        + ("rank(s)" if config.sequence_parallel_size == 1 else f"group(s) of {config.sequence_parallel_size} rank(s)"),
+        f"x {config.gradient_accumulation_steps} accumulation x {data_parallel}",
     ]
 
 
@@ -66,7 +74,7 @@ def _replicas(partition: Partition) -> str:
     groups = partition.groups
     found = ""
     if groups.replicate.world_size > 1:
-        found += f", {groups.replicate.world_size} copies over {partition.world_size} rank(s) each"
+        found += f", {groups.replicate.world_size} copies over {counted(partition.world_size, 'rank')} each"
     if groups.secondary is not None:
         found += f", secondary shards over {groups.secondary.world_size} ranks"
         if groups.secondary.topology.far_peers(groups.secondary.rank):

@@ -289,7 +289,7 @@ class GradientAgreement:
         frozen = [rank for rank, names in enumerate(everyones) if apart[0] in names]
         trained = [rank for rank in range(len(everyones)) if rank not in frozen]
         raise PartitionError(
-            f"parameter '{apart[0]}' requires gradients on rank(s) {trained} and none on rank(s) {frozen}: the average "
+            f"parameter '{apart[0]}' requires gradients on ranks {trained} and none on ranks {frozen}: the average "
             "would count zeros for those. Call requires_grad_() alike on every rank, and take the forward and backward "
             f"again. {STEP_DROPPED}"
         )

@@ -49,12 +49,14 @@ def statistics(module: nn.Module) -> list[torch.Tensor]:
 
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the values of the `statistics` of ``module`` after the block; not if the block raises."""
+    """Restore the values of the `statistics` of ``module`` after the block, also if the block raises."""
     before = [(buffer, buffer.clone()) for buffer in statistics(module)]
-    yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 def _version(tensor: torch.Tensor) -> int:

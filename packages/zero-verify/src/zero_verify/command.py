@@ -117,6 +117,7 @@ class _Runs:
     def compare(self) -> int:
         """Run the script at stage 0 and under the configuration, print how they compare, and return the exit status. If
         they are equal, compare with float32 too. A failed run and a script without steps are printed as errors."""
+        from zero_core.report import counted
         from zero_launch import LaunchError
 
         from .comparison import Bitwise, Within
@@ -131,7 +132,7 @@ class _Runs:
             if found is not None:
                 return self._explain(found, judge)
             how = "bitwise equal to stage 0" if exact else f"within {self._tolerance:.3g} per step of stage 0"
-            _say(f"{self._name} is {how} on {self._nproc} rank(s) in {self._step_counts()}")
+            _say(f"{self._name} is {how} on {counted(self._nproc, 'rank')} in {self._step_counts()}")
             return self._compare_with_float32()
         except (LaunchError, NothingToCompare) as error:
             print(f"zero-core verify: {error}", file=sys.stderr)
@@ -216,7 +217,7 @@ class _Runs:
         recording = Recording(Path(self._plan.folder) / "given")
         counts = [recording.count(number) for number in range(len(recording.engines))]
         asked = "" if min(counts) >= self._plan.steps else f" ({self._plan.steps} were asked for)"
-        return f"{', '.join(map(str, counts))} step(s){asked}"
+        return f"{', '.join(map(str, counts))} {'step' if counts == [1] else 'steps'}{asked}"
 
 
 def _check_config(path: str) -> None:

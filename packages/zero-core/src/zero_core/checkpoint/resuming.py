@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from zero_ckpt import Checkpoint, CheckpointError, DamagedError, NotFoundError, open_any
 
+from ..report import counted
 from ..state import TrainingState
 from .in_memory import InMemory
 from .saving import coordinator_of
@@ -40,9 +41,9 @@ def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, ru
     if resumed is not None and state.reports:
         sizes = state.sizes
         logger.warning(
-            "resumed from %s after step %d and %d samples: %s; batch %d = %d x %d accumulation x %d rank(s)",
+            "resumed from %s after step %d and %d samples: %s; batch %d = %d x %d accumulation x %s",
             *(resumed.source, resumed.step, state.counters.global_samples, resumed.path),
-            *(sizes.train, sizes.micro, sizes.steps, sizes.ranks),
+            *(sizes.train, sizes.micro, sizes.steps, counted(sizes.ranks, "rank")),
         )
     return resumed
 

@@ -46,7 +46,7 @@ def _format_amount(row: Bound) -> str:
     """Return the amount of a bound as text with its unit; "" for an amount in seconds, which the next column has."""
     if row.key == "device":
         return ""
-    return format_quantity(row.amount, "FLOP" if row.resource.startswith("matrix products") else "B")
+    return format_quantity(row.amount, "FLOP" if row.resource.startswith(("matrix products", "attention")) else "B")
 
 
 def wear_sentence(found: Wear) -> str:
