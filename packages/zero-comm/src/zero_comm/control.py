@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from .errors import CommError, DesyncError, PeerError
 from .failure_notes import FailureNotes
@@ -33,7 +32,7 @@ from .message import FRAME_BYTES, Message, decode_message, distinct_messages, ma
 from .stacks import describe_failure, excused_exceptions
 from .tag import Tag
 from .topology import ONE_NODE, Topology
-from .vitals import carried_bytes
+from .vitals import carried_by_gloo, store_ports
 from .watch import Watch
 from .watched import Watched
 from .work import Work
@@ -287,7 +286,7 @@ class Control:
             self.world_size,
             give_up,
             self.leave_note,
-            carried=functools.partial(_carried_by_gloo, _store_ports(self._store)),
+            carried=functools.partial(carried_by_gloo, store_ports(self._store)),
             stopped_after=stopped_after,
         )
 
@@ -389,22 +388,6 @@ def _time_left(deadline: float | None) -> timedelta | None:
     """Return the time until ``deadline`` (by `time.monotonic`), at least a millisecond, as gloo takes zero for no
     limit; None (no limit) for None."""
     return None if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
-
-
-def _store_ports(store: Store) -> list[int]:
-    """Return the port at which ``store`` listens, in a list, if it is a TCP store, also one behind prefixes; an empty
-    list for other stores."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return [store.port] if isinstance(store, TCPStore) else []
-
-
-def _carried_by_gloo(but_ports: list[int]) -> int | None:
-    """Return the bytes that this process's TCP connections have sent and received, except those from or to
-    ``but_ports``; None where gloo does not move the CPU's data, or the system does not count them."""
-    if "gloo" not in dist.get_backend_config() or not hasattr(socket, "TCP_INFO"):
-        return None
-    return carried_bytes(but_ports)
 
 
 def _tensor_over(body: bytearray) -> torch.Tensor:

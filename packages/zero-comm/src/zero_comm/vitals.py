@@ -10,6 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
 from .connections import open_sockets
 
 _STOPPED_OR_ENDED = "TtZX"
@@ -75,3 +78,19 @@ def carried_bytes(but_ports: Collection[int]) -> int:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                     total += sum(struct.unpack_from("QQ", info, _BYTES_ACKED))
     return total
+
+
+def store_ports(store: Store) -> list[int]:
+    """Return the port at which ``store`` listens, in a list, if it is a TCP store, also one behind prefixes; an empty
+    list for other stores."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return [store.port] if isinstance(store, TCPStore) else []
+
+
+def carried_by_gloo(but_ports: list[int]) -> int | None:
+    """Return the bytes that this process's TCP connections have sent and received, except those from or to
+    ``but_ports``; None where gloo does not move the CPU's data, or the system does not count them."""
+    if "gloo" not in dist.get_backend_config() or not hasattr(socket, "TCP_INFO"):
+        return None
+    return carried_bytes(but_ports)
