@@ -80,7 +80,8 @@ def await_ranks(store: Store, address: str, place: RankEnvironment, timeout: tim
 
 
 def _absent_ranks(store: Store, number: int, world_size: int) -> list[int]:
-    """Return the ranks that have not yet begun their ``number``-th call (from 1) of `await_ranks` with ``store``."""
+    """Return the ranks below ``world_size`` that have not yet begun their ``number``-th call (from 1) of `await_ranks`
+    with ``store``."""
     return [rank for rank in range(world_size) if store.add(f"zero-comm/came/{rank}", 0) < number]
 
 

@@ -130,8 +130,8 @@ class Control:
     def confer(self, call: str, step: int, failure: BaseException, payload: Any, patience: float) -> list[Any] | None:
         """Find out, after ``failure`` of this rank in ``call`` of ``step``, whether all ranks failed in the same call.
 
-        Return the ranks' payloads (JSON data, in rank order) if they did, else None: then this rank must `abort`. None
-        also if that is not known ``patience`` seconds after the call. A rank that is in `exchange` instead gets a
+        Return the ranks' ``payload`` (JSON data), in rank order, if they did, else None: then this rank must `abort`.
+        None also if that is not known ``patience`` seconds after the call. A rank that is in `exchange` instead gets a
         `PeerError` there that names ``failure``.
         """
         reason = describe_failure(failure, f"in step {step}")

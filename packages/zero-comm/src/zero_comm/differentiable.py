@@ -31,11 +31,12 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(flat: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
-    """Return a new tensor like ``flat`` whose slice r is what rank r sent to this rank; slice r of ``flat`` goes to
-    rank r. The N slices are equal runs of the elements in row-major order: where N divides the first dimension, slices
-    along it. Waits. Collective, and so is the backward pass.
+    """Return a new tensor like ``flat`` whose slice r is what rank r of ``group`` sent to this rank; slice r of
+    ``flat`` goes to rank r. The N slices are equal runs of the elements in row-major order: where N divides the first
+    dimension, slices along it. Waits. Collective, and so is the backward pass; ``tag`` names both in the ledger and in
+    errors.
 
-    Sends (N-1)/N of ``flat``, and as much in backward. The elements of ``flat`` are a multiple of the number N of
-    ranks; raises ValueError otherwise.
+    Sends (N-1)/N of ``flat``, and as much in backward. The number of elements of ``flat`` must be a multiple of the
+    number N of ranks; raises ValueError otherwise.
     """
     return cast("torch.Tensor", _AllToAll.apply(flat, group, tag))  # type: ignore[no-untyped-call]

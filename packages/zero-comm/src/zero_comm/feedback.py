@@ -71,8 +71,8 @@ class FeedbackAverage:
 
     def _exchange_averages(self, arrived: torch.Tensor, x: torch.Tensor, tag: Tag) -> None:
         """Average this rank's slice of all ranks, all-gather the ranks' averages, and write them into ``x``; waits.
-        Collective. ``arrived``: the packets that the ranks sent to this one, one row per rank. Changes
-        `server_error`."""
+        Collective. ``arrived``: the packets that the ranks sent to this one, one row per rank. ``tag``: names the
+        gather. Changes `server_error`."""
         decoded, total = torch.empty_like(self.server_error), torch.zeros_like(self.server_error)
         coded = self._group.coded_ranks(x.device)
         for rank in coded:

@@ -16,7 +16,8 @@ _LONGEST_PAUSE = 0.2  # seconds between two looks at the store
 
 
 def meet(store: Store, rank: int, world_size: int, call: str, payload: Any, patience: float) -> list[Any]:
-    """Return every rank's ``payload`` (JSON data) in rank order, once all ranks have called this with ``store``.
+    """Return every rank's ``payload`` (JSON data) in rank order, once all ``world_size`` ranks have called this with
+    ``store``.
 
     Use each ``store`` (or prefix of one) for one meeting. The first rank that has waited ``patience`` seconds ends the
     meeting for good: every rank, also one that comes later, then raises `PeerError`, which names the missing ranks.

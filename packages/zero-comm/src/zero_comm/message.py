@@ -53,7 +53,8 @@ def decode_message(body: bytes) -> Message:
 
 
 def make_frame(body: bytes) -> bytes:
-    """Return the frame of `FRAME_BYTES` bytes for an encoded message: its size, and as much of it as fits."""
+    """Return the frame for ``body``, an encoded message: its size in four bytes, and as much of it as fits, in
+    `FRAME_BYTES` bytes in all."""
     return (len(body).to_bytes(4, "little") + body[: FRAME_BYTES - 4]).ljust(FRAME_BYTES, b"\0")
 
 

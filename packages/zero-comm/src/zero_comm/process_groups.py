@@ -298,8 +298,8 @@ def _common_block_size(rows: Rows, control: Control) -> int:
 
 
 def _blocks(rows: Rows, what: str, size: int) -> list[Sequence[int]]:
-    """Return blocks of ``size`` consecutive ranks: every row divided, in order. Raises ValueError, which names the size
-    by ``what``, if it does not divide a row."""
+    """Return the blocks of ``size`` consecutive ranks into which ``rows`` divide, in order. Raises ValueError, which
+    names the size by ``what``, if the size does not divide a row."""
     for row in rows:
         if size < 1 or len(row) % size:
             possible = [n for n in range(1, len(row) + 1) if len(row) % n == 0]
@@ -308,6 +308,6 @@ def _blocks(rows: Rows, what: str, size: int) -> list[Sequence[int]]:
 
 
 def _columns(rows: Rows, size: int) -> list[Sequence[int]]:
-    """Return, for each row and each index below ``size``, the ranks with this index in the row's blocks of ``size``
-    consecutive ranks."""
+    """Return the columns of the rows, each row written as blocks of ``size`` consecutive ranks below one another: for
+    each row and each index below ``size``, the ranks with this index in the row's blocks."""
     return [row[place::size] for row in rows for place in range(size)]

@@ -1,4 +1,5 @@
-"""The all-gather and the reduce-scatter of `Group` with fewer bytes on the wire: a `Codec` on every message.
+"""The all-gather and the reduce-scatter of `Group` with fewer bytes on the wire: a `Codec` on every message. A ``tag``
+names a collective in the ledger and in errors.
 
 [Note: what is quantised] Both follow ZeRO++ (arXiv 2306.10209): qwZ is `QuantizedGather`, qgZ `QuantizedReduce`. In a
 gather every rank decodes every slice, its own too, so all ranks end with the same bits. In the reduction a rank does

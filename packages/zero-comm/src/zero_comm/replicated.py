@@ -1,7 +1,7 @@
 """The reduction over several replicas of the sharded model (MiCS, HSDP).
 
 A reduction in several hops consists of several collectives, one after the other, each over some of the ranks. The
-owners of a slice are the ranks that hold it as their shard.
+owners of a slice are the ranks that hold it as their shard. A ``tag`` names a collective in the ledger and in errors.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class Topology:
         return Topology(tuple(self.nodes[rank] for rank in ranks)) if self.nodes else self
 
     def block_size(self, world_size: int) -> int:
-        """Return the largest divisor of ``world_size`` (ranks of the group) such that, divided into blocks of so many
-        consecutive ranks, the group has every block inside one node."""
+        """Return the size of the largest blocks, a divisor of ``world_size``, into which the group's ranks can be
+        divided in order so that no block spans two nodes. ``world_size``: ranks of the group."""
         if not self.nodes:
             return world_size
         return max(

@@ -97,8 +97,8 @@ class TransferGroup:
         return [None if one is None else _read_needs(one) for one in told]
 
     def tell_way(self, *, broadcasts: bool) -> None:
-        """Store for the server's ranks how buckets will come: each by one broadcast to all ranks, or (False) to each
-        rank by a message with its share. Called by the sender, once."""
+        """Store for the server's ranks how buckets will come: with ``broadcasts`` each by one broadcast to all ranks,
+        else to each rank by a message with its share. Called by the sender, once."""
         self._store.set("way", "broadcast" if broadcasts else "messages")
 
     def hear_way(self) -> bool:
@@ -152,9 +152,9 @@ def are_here(store: Store, world_size: int) -> bool:
 
 
 def _open_backend(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> Any:
-    """Return the process group of gloo or NCCL for tensors on ``device``, once all ``world_size`` ranks have met in
-    ``store``. Raises `PeerError` when ranks do not come within ``timeout``, and ValueError for another kind of
-    device."""
+    """Return the process group of gloo or NCCL for tensors on ``device``, with this process as ``rank``, once all
+    ``world_size`` ranks have met in ``store``. Raises `PeerError` when ranks do not come within ``timeout``, and
+    ValueError for another kind of device."""
     try:
         if device.type == "cpu":
             return dist.ProcessGroupGloo(store, rank, world_size, timeout)

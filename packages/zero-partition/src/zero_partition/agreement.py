@@ -161,8 +161,9 @@ class Agreement:
     guess what another will compute. Every pass ends with an agreement point, because the code that follows may wait for
     all ranks without serving requests: a collective of the user's.
 
-    ``control``: sends the messages. ``step``: their number. ``gathers``, ``reductions``, ``edits``, ``user_gradients``:
-    give what was observed, and learn from what all ranks did.
+    ``control``: sends the messages. ``liveness``: knows whether the engine works. ``units``: all, by index. ``step``:
+    number of the messages. ``gathers``, ``reductions``, ``edits``, ``user_gradients``: give what was observed, and
+    learn from what all ranks did.
 
     Attributes:
         synced: inside `Runtime.synced`: some ranks may begin a forward pass while others are done (see `meet_done`).

@@ -166,9 +166,9 @@ class FullWeights:
                 self._meet(opened, bucket, adapters)
 
     def _begin(self, bucket_bytes: int) -> tuple[list[_Entry], list[tuple[WeightInfo, ...]], torch.Tensor]:
-        """Return (all entries of a pass, their descriptions by bucket, uint8 memory for the largest bucket), after the
-        ranks have compared them and updates that still run have finished. Collective. Raises `PartitionError` if the
-        ranks have other weights, or one cannot begin."""
+        """Prepare a pass in buckets of at most ``bucket_bytes``, have the ranks compare it, and wait for updates that
+        still run. Return (all entries, their descriptions by bucket, uint8 memory for the largest bucket). Collective.
+        Raises `PartitionError` if the ranks have other weights, or one cannot begin."""
         entries: list[_Entry] = []
         plan: list[tuple[WeightInfo, ...]] = []
         memory, failure = torch.empty(0, dtype=torch.uint8), None
@@ -204,11 +204,11 @@ class FullWeights:
         return entries, plan, memory
 
     def _meet(self, opened: WeightPass, bucket: WeightBucket, adapters: str) -> None:
-        """Meet the other ranks after ``bucket``. ``adapters``: digest of the adapters' state at the beginning of the
-        pass. Collective, unless something has ended the pass.
+        """Meet the other ranks after ``bucket`` of the pass ``opened``. ``adapters``: digest of the adapters' state at
+        the beginning of the pass. Collective, unless something has ended the pass.
 
-        Raises `PartitionError` if a rank has stopped, if something has ended the pass (``opened``), and if adapters on
-        a rank are in another state now, unless it was the last bucket.
+        Raises `PartitionError` if a rank has stopped, if something has ended the pass, and if adapters on a rank are in
+        another state now, unless it was the last bucket.
         """
         done = f"after bucket {bucket.number + 1} of {bucket.count}"
         if opened.ended:
@@ -228,9 +228,9 @@ class FullWeights:
             )
 
     def _stop(self, opened: WeightPass, bucket: WeightBucket, reason: str) -> None:
-        """Tell the other ranks that this one has stopped after ``bucket``, with the ``reason`` (empty for none); warn
-        if they went on. Collective; does nothing if the pass or the engine has ended or a forward or backward pass
-        runs."""
+        """Tell the other ranks that this one has stopped after ``bucket`` of the pass ``opened``, with the ``reason``
+        (empty for none); warn if they went on. Collective; does nothing if the pass or the engine has ended or a
+        forward or backward pass runs."""
         runtime = self._partition.runtime
         if opened.ended or runtime.failed or runtime.gathers.active:
             return
@@ -244,8 +244,8 @@ class FullWeights:
 
     def _end_by_failure(self, opened: WeightPass, bucket: WeightBucket, failure: BaseException) -> None:
         """Tell the other ranks, as `_stop` does, that the receiver of ``bucket`` has failed with ``failure``, and end
-        the pass: its units are released also where something still holds the iterator. Does nothing after the pass has
-        ended."""
+        the pass ``opened``: its units are released also where something still holds the iterator. Does nothing after
+        the pass has ended."""
         self._stop(opened, bucket, f": {type(failure).__name__}: {failure}")
         if not opened.ended:
             opened.ended = f"what took the weights failed ({type(failure).__name__})"
@@ -292,8 +292,8 @@ class FullWeights:
 
 
 class _Gathers:
-    """Gathers the units that a pass's ``entries`` (all, in order) need, each once, until the last entry that needs it
-    is written; a context manager."""
+    """Gathers the units of ``partition`` that a pass's ``entries`` (all, in order) need, each once, until the last
+    entry that needs it is written; a context manager."""
 
     def __init__(self, partition: Partition, entries: Sequence[_Entry]) -> None:
         self._partition = partition

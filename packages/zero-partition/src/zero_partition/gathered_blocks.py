@@ -1,7 +1,7 @@
 """The blocks `gathered` and `gathered_anywhere`, in which the user reads and edits full parameters outside a pass.
 
-A data rank is a rank's number among the ranks of all replicas of the model. A modifier rank is the one whose values all
-ranks take over at the end of a block.
+``partition`` is the sharded model. A data rank is a rank's number among the ranks of all replicas of the model. A
+modifier rank is the one whose values all ranks take over at the end of a block.
 """
 
 from __future__ import annotations

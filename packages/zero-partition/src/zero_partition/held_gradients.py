@@ -16,7 +16,8 @@ from .user_gradients import UserGradients
 
 
 class HeldGradients:
-    """Shows, discards and forgets the gradients that backward passes have left since the last step.
+    """Shows, discards and forgets the gradients that backward passes have left since the last step. To show gradients
+    is to make them the parameters' ``.grad``.
 
     ``gradients``: of the trained units. ``step``: number for tags. The other arguments are parts of the same engine.
 

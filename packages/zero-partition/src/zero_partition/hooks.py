@@ -42,10 +42,11 @@ class PassListener(Protocol):
     def exit_module(
         self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None, /
     ) -> None:
-        """Release those of ``units`` whose modules have all run, but leave the memory of ``aliased`` to the outputs.
+        """Release those of ``units`` whose modules have all run, but leave the memory of ``aliased`` to the outputs of
+        the module called ``name``.
 
-        ``aliased``: units whose flat buffers the module's outputs share. Called after the module's forward, also when
-        it raised ``failure``.
+        ``aliased``: units whose flat buffers the outputs share. Called after the module's forward, also when it raised
+        ``failure``.
         """
 
     def caller_done(self, name: str, units: Sequence[Unit], /) -> None:

@@ -366,9 +366,9 @@ class _TouchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run torch function ``func`` after ``touch`` or ``adopt`` was called for the parameters among its arguments;
-        ``adopt`` neither for ``p.data = value`` nor for parameters on the meta device. ``empty_like`` of one of these
-        for another device returns a ``blank`` instead."""
+        """Run torch function ``func`` with ``args`` and ``kwargs``, after calling ``touch`` or ``adopt`` for the
+        parameters among them; ``adopt`` neither for ``p.data = value`` nor for parameters on the meta device.
+        ``empty_like`` of one of these for another device returns a ``blank`` instead."""
         keywords = kwargs or {}
         if func in _METADATA:
             return func(*args, **keywords)

@@ -40,8 +40,8 @@ def share_buffers(
     kept_fp32: Container[str],
     replicated: Container[str],
 ) -> None:
-    """Move the buffers and the ``replicated`` parameters (names) of ``model`` to ``device``, with rank 0's values.
-    Collective.
+    """Move the buffers and the ``replicated`` parameters (names) of ``model`` to ``device``, with rank 0's values,
+    which are broadcast over ``groups``. Collective.
 
     Buffers keep their dtype, unless ``policy`` has one for them. Those in ``kept_fp32`` (names) keep theirs always, but
     running statistics among them become float32, as their layers' parameters do. One buffer under several names stays

@@ -152,8 +152,8 @@ class ShardedOptimizer:
         If the norm is not finite, the step is skipped where there is a loss scale or ``skip_non_finite``; else
         `NonFiniteGradientError`, which names the first parameter, is raised on every rank. On an accelerator the next
         step may be the one that raises ([Note: norms on accelerators] in agreed_gradients.py). The gradients are
-        forgotten in each of these cases. Raises `PartitionError`, before any weight changes, if ranks or user code have
-        changed something with which no step can be taken.
+        forgotten in each of these cases. Raises `PartitionError`, before any weight changes, if param groups, states or
+        gradients are not as a step needs them: changed by user code, or different on the ranks.
         """
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
@@ -209,7 +209,8 @@ class ShardedOptimizer:
 
     def _update_weights(self, agreed: AgreedGradients, factor: Factor) -> Exception | None:
         """Wait for readers of the weights, update the weights with gradients times ``factor``, and publish them. Return
-        the exception of a step post-hook of the user's, None without one. Collective.
+        the exception of a step post-hook of the user's, None without one. Collective. ``agreed``: what the ranks know
+        of the gradients.
 
         A pre-hook that raises on any rank ends the step on all, before anything is written. Version counters of the
         updated parameters grow.
