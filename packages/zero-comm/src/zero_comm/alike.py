@@ -46,7 +46,7 @@ class AlikeStore(Store):
         return self._counts[key]
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Keep ``value`` under ``key``, in place of any earlier one."""
+        """Store ``value`` under ``key``, in place of any earlier one."""
         self._values[key] = value if isinstance(value, bytes) else value.encode()
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:

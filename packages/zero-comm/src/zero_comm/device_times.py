@@ -105,8 +105,8 @@ class DeviceTimes:
             yield DeviceTime(tag, open_seconds, min(open_seconds, waited), self._host_time(complete))
 
     def _host_time(self, event: torch.Event) -> float:
-        """Return when the completed ``event`` completed, by `time.perf_counter`; never earlier than in truth, and a
-        little later at most. Call it as soon as the completion is seen."""
+        """Return the host's time (`time.perf_counter`) at which ``event``, which is complete, became so: never earlier
+        than in truth, and a little later at most. Call it as soon as the completion is seen."""
         now = time.perf_counter()
         if self._base is None:
             self._base, self._base_time = event, now

@@ -84,8 +84,8 @@ class Group:
         self._track = Track("" if process_group is None else process_group.group_name)
 
     def drop_unfinished(self) -> None:
-        """Do nothing: a reduction here is one collective, without later hops to drop. See
-        `Reduction.drop_unfinished`."""
+        """Do nothing, unlike other kinds of `Reduction`: a reduction here is one collective, without later hops to
+        drop."""
 
     def torch_group(self) -> dist.ProcessGroup:
         """Return torch's process group of these ranks, for the caller's own collectives.

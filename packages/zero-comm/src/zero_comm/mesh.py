@@ -18,8 +18,9 @@ from .slices import SliceSum, sum_slices
 class Mesh:
     """The world as (replicate, shard): each ``shard_size`` consecutive ranks shard one replica of the model.
 
-    ``shard_size`` defaults to the world size. ``device``: as for `default_device`. Raises RuntimeError before
-    torch.distributed is initialised, and ValueError when ``shard_size`` does not divide the world size.
+    ``shard_size`` defaults to the world size. ``device``: default this rank's accelerator, or the CPU
+    (`default_device`). Raises RuntimeError before torch.distributed is initialised, and ValueError when ``shard_size``
+    does not divide the world size.
 
     Attributes:
         rank, world_size: this rank in the world, and the number of all ranks.

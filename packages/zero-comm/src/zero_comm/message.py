@@ -41,14 +41,15 @@ class Message:
         return (self.kind, self.name, self.step) == (other.kind, other.name, other.step)
 
     def encode(self) -> bytes:
-        """Return the message as JSON; the fields that are rarely set are left out if both are zero."""
+        """Return the message as JSON in bytes, for `decode_message`; ``request`` and ``announced``, which are rarely
+        set, are left out if both are zero."""
         fields = [self.kind, self.name, self.step, self.payload, self.micro_batches]
         rare = [self.request, self.announced]
         return json.dumps([*fields, *rare] if any(rare) else fields).encode()
 
 
 def decode_message(body: bytes) -> Message:
-    """Return the message of which ``body`` is the encoding (`Message.encode`)."""
+    """Return the message that `Message.encode` turned into ``body``."""
     return Message(*json.loads(body))
 
 

@@ -1,4 +1,8 @@
-"""The kernel's facts about a process: whether it runs, and how many bytes its connections have carried."""
+"""The kernel's facts about a process: whether it runs, and how many bytes its connections have carried.
+
+Ports that are excluded from the count are those of torch's key-value store, whose connections carry no data of the
+training.
+"""
 
 from __future__ import annotations
 

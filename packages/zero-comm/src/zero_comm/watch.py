@@ -71,15 +71,16 @@ class Watch:
     rank that computes answers too, and nothing is done about it. ``give_up(reason)`` is called, from this thread, when
     a wait would never end:
     - on a rank that failed, whose script caught the error, and that makes no further call while others wait, or stays
-      in an ``except`` block that handles a backward pass that failed before the engine took part in it, or what came
-      of that, or in the hook of an exception that ended the script (a debugger);
+      in an ``except`` block that handles a backward pass that failed before the engine took part in it, or what came of
+      that, or in the hook of an exception that ended the script (a debugger);
     - on a rank that waits outside the engine (in a barrier of the script) while all others wait too; where a call moves
       data, once no connection has carried any for ``stopped_after`` seconds;
     - on a rank that waits for one that has not answered for ``stopped_after`` seconds, and whose process has not run in
       that time by what ranks of its host see: it, or its host, is stopped.
+
     ``store`` is the thread's own connection: one that the script waits in answers nobody else. ``carried()`` returns
-    the bytes that this process's connections for data have carried. ``note(reason)`` leaves a reason for ranks that
-    will wait for this one, without giving up.
+    the bytes that this process's connections for data have carried, None if that is not known. ``note(reason)`` leaves
+    a reason for ranks that will wait for this one, without giving up.
     """
 
     def __init__(

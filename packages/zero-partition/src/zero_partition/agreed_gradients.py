@@ -244,8 +244,8 @@ class GradientAgreement:
         self._learn_deferred(None)
 
     def _learn_deferred(self, square: float | None) -> None:
-        """Take ``square``, which a rank has read, for the sum of squares of the deferred step; with None wait for the
-        device's. Do nothing if no step is deferred. Raises as `learn_deferred` does."""
+        """Learn the sum of squares of the deferred step: it is ``square``, which a rank has read, or with None the
+        device's, which is waited for. Do nothing if no step is deferred. Raises as `learn_deferred` does."""
         deferred, self._deferred = self._deferred, None
         if deferred is None or self._device is None:
             return
@@ -313,8 +313,8 @@ class GradientAgreement:
         return HostCopy(any_written(memory).view(1)) if memory else None
 
     def _refuse_written(self, looking: HostCopy | None) -> None:
-        """Raise `ReleasedParameterError`, by name, if code wrote into a released parameter. ``looking``: the answer of
-        `_look_for_writes`, or None, for which nothing is done. Waits for the device."""
+        """Raise `ReleasedParameterError`, which names the parameter, if code wrote into a released parameter.
+        ``looking``: the answer of `_look_for_writes`, or None, for which nothing is done. Waits for the device."""
         if looking is not None and any(looking.read()):
             for placeholders in self._unread:
                 placeholders.verify_values()

@@ -47,7 +47,7 @@ class DeviceSquare:
         return self._value
 
     def settle(self, value: float) -> None:
-        """Take ``value``, which another rank has read, for the sum, so that `read` does not wait for the device."""
+        """Set the sum to ``value``, which another rank has read, so that `read` does not wait for the device."""
         self._arriving, self._value = None, value
 
     def factor(self, clip: float, epsilon: float, scale: float) -> torch.Tensor:
@@ -99,7 +99,8 @@ class DeviceNorm:
         return DeviceSquare(step, everyones.sum(), mine, names)
 
     def refuse_written(self) -> None:
-        """Raise `ReleasedParameterError`, by name, if code wrote into a released parameter. Waits for the device."""
+        """Raise `ReleasedParameterError`, which names the parameter, if code wrote into a released parameter. Waits for
+        the device."""
         for placeholders in self._placeholders:
             placeholders.verify_values()
 

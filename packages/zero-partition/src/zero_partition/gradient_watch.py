@@ -82,13 +82,13 @@ class GradientWatch:
             self.begin(shown=self._shown and not hidden)
 
     def accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
-        """Handle a read of ``parameter.grad``, just before it happens, or with ``cancels`` its setting to None, which
-        discards the gradient.
+        """Handle a read of ``parameter.grad``, just before it happens; with ``cancels`` handle an assignment of None,
+        which discards the gradient.
 
-        Raises `PartitionError`, naming the parameter, for a read by user code or torch's optimizers if the engine holds
-        its gradient, and by torch's clipping also if only other parameters have one. For a parameter that no optimizer
-        has, only clipping is refused. Other code of torch and this project may read; does nothing where no gradient is
-        held or nothing is watched.
+        Raises `PartitionError`, which names the parameter, for a read by user code or torch's optimizers if the engine
+        holds its gradient, and by torch's clipping also if only other parameters have one. For a parameter that no
+        optimizer has, only clipping is refused. Other code of torch and this project may read. Does nothing where no
+        gradient is held or nothing is watched.
         """
         if id(parameter) in self._alone:
             if self._begun and not cancels:

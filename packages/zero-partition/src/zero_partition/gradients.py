@@ -157,7 +157,8 @@ class UnitGradients:
         return self._square if isinstance(self._square, torch.Tensor) else None
 
     def settle_square(self, square: float) -> None:
-        """Take ``square``, the value of `square_on_device`, for the sum of squares, so that `square` does not wait."""
+        """Set the sum of squares to ``square``, the value of `square_on_device`, so that the method `square` does not
+        wait."""
         self._square = square
 
     def add(self, index: int, gradient: torch.Tensor, *, more_follow: bool) -> None:

@@ -16,8 +16,8 @@ logger = logging.getLogger("zero_partition")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise `PartitionError`, naming it, if ``model`` is or holds a `DataParallel` or `DistributedDataParallel`, which
-    average gradients by themselves."""
+    """Raise `PartitionError` if ``model`` is or holds a `DataParallel` or `DistributedDataParallel`, which the error
+    names: these average gradients by themselves."""
     for name, module in model.named_modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
             what = f"'{name}'" if name else "the model"

@@ -201,7 +201,8 @@ class Init:
 
         ``facts``: by rank, those of `_facts` for each parameter. A parameter stays full if other code holds a view of
         it on any rank, through which it may be written. Such parameters, and those that differ, are remembered for the
-        warnings of `__exit__`. Raises `PartitionError`, naming it, if a parameter's shape or dtype differs.
+        warnings of `__exit__`. Raises `PartitionError`, which names the parameter, if the shapes or dtypes of one
+        differ.
         """
         for record, *seen in zip(full, *facts, strict=True):
             kinds, digests, held = map(list, zip(*seen, strict=True))

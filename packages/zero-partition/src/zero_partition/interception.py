@@ -29,15 +29,15 @@ class ParameterUse(Protocol):
         """Gather ``parameter`` if a pass runs. Called when code reads it from a module."""
 
     def refuse_pickle(self, parameters: Sequence[nn.Parameter], /) -> None:
-        """Raise `ReleasedParameterError`, naming it, if one of ``parameters`` is released. Called before the module
-        that owns them is pickled."""
+        """Raise `ReleasedParameterError` if one of ``parameters`` is released, which the error names. Called before the
+        module that owns them is pickled."""
 
 
 class WatchedParameters(Parameters):
     """A module's ``_parameters`` that reports look-ups by name to ``use``, as ``module.weight`` makes one.
 
-    Iteration (``named_parameters`` and the like) is not reported. Copies and pickles are plain dicts; a pickle is
-    refused, naming it, while a parameter is released. ``parameters``: the plain dict whose entries it takes over.
+    Iteration (``named_parameters`` and the like) is not reported. Copies and pickles are plain dicts; pickling raises
+    while one of the parameters is released. ``parameters``: the plain dict whose entries it takes over.
     """
 
     def __init__(self, parameters: Parameters, use: ParameterUse) -> None:

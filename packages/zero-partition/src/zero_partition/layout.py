@@ -26,7 +26,7 @@ class LayoutEntry:
 
     @property
     def end(self) -> int:
-        """Return the index of the first element behind the parameter in the flat buffer."""
+        """Return the index of the first element behind the parameter in the unit's flat buffer."""
         return self.offset + self.numel
 
 

@@ -94,7 +94,7 @@ class AveragingOptimizer(Protocol):
         """Return whether the next step takes this rank's own gradients instead of the ranks' average."""
 
     def connect(self, group: Group) -> None:
-        """Average over the ranks of ``group`` from now on; called once, before the first step."""
+        """Have the optimizer average over the ranks of ``group`` from now on; called once, before the first step."""
 
     def synchronise(self) -> bool:
         """Make weights equal on all ranks after steps that each rank took alone; return whether the weights were
