@@ -133,8 +133,8 @@ class StepSampler(RankSampler):
                 yield step[virtual_rank::count]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next iteration, at the first micro-batch of a step; a position as in
-        `RankSampler.set_epoch`."""
+        """Begin ``epoch`` with the next iteration, as `RankSampler.set_epoch` does, and with the first micro-batch of a
+        step."""
         self._drawn_in_step = 0
         super().set_epoch(epoch)
 

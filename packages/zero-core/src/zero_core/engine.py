@@ -120,10 +120,10 @@ class Engine(nn.Module):
         return self._parts.training.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
 
     def train_batch(self, batches: Iterable[Any], loss_fn: LossOf = loss_in) -> torch.Tensor:
-        """Take one optimizer step over this rank's ``gradient_accumulation_steps`` micro-batches, ``batches`` or the
-        next ones of that iterator; return their mean loss, detached. At stage 3 each unit is read twice per step, not
-        per micro-batch, and runs forward again in backward. ``loss_fn``: of a model's output and its micro-batch.
-        Raises `UsageError` on every rank where one has too few. Collective."""
+        """Take one optimizer step over this rank's ``gradient_accumulation_steps`` micro-batches: those in ``batches``,
+        or, of an iterator, the next ones. Return their mean loss, detached. At stage 3 each unit is read twice per
+        step, not per micro-batch, and runs forward again in backward. ``loss_fn``: returns the loss, from a model's
+        output and its micro-batch. Raises `UsageError` on every rank if one has too few. Collective."""
         return self._parts.training.train_batch(batches, loss_fn)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

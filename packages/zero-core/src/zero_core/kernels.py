@@ -69,8 +69,8 @@ class NativeGridSquares:
     """A `zero_partition.GridSquares` by the CPU kernel, or by torch: for norms that any number of ranks sums alike."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 sum of squares of each block of `GRID` elements of ``x``, all full, bitwise as torch
-        does."""
+        """Return the float64 sum of squares of each block of `zero_partition.GRID` elements of ``x``, all full, as
+        torch does."""
         if x.device.type != "cpu":
             return grid_squares(x)
         found = torch.empty(x.numel() // GRID, dtype=torch.float64)

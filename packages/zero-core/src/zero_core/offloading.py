@@ -95,8 +95,8 @@ class Offloading:
         self._keeps_freed_memory = self._set_freed_memory()
 
     def _set_freed_memory(self) -> bool:
-        """Set whether the C library keeps freed memory, by `keep_freed_memory`; if unset, let it where the CPU computes
-        and nothing is offloaded. Return whether it keeps it now; false also if the allocator was left alone."""
+        """Set whether the C library keeps freed memory: as `keep_freed_memory` says or, if that is null, it keeps it
+        where the CPU computes and nothing is offloaded. Return whether it keeps it; false also if nothing was set."""
         keep, zero = self._config.keep_freed_memory, self._config.zero_optimization
         tiers = zero.offload_param, zero.offload_optimizer, self._config.offload.activations
         stays = self._device.type == "cpu" and all(tier.device == "none" for tier in tiers)

@@ -44,8 +44,8 @@ _PER_RANK_SECTIONS = tuple(f"{key}." for key in _PER_RANK)
 
 
 def agree_on_configuration(control: Control, config: Config) -> None:
-    """Compare the ranks' configurations, except keys that may differ (`_PER_RANK`). If they are not equal, raise
-    `ConfigError` on every rank of ``control``, which names each key that differs and its values by rank. Collective."""
+    """Compare the ranks' configurations, except keys for reports and each node's own drives. If they are not equal,
+    raise `ConfigError` on every rank of ``control``, with each key that differs and its values by rank. Collective."""
     leaves = _leaves("", config.to_plain())
     own = {key: value for key, value in leaves if key not in _PER_RANK and not key.startswith(_PER_RANK_SECTIONS)}
     _agree(control, "configuration", own, "give every rank the same configuration")
@@ -107,8 +107,9 @@ _BLOCK: dict[BlockFormat, int] = {"int8": 256, "fp8_e4m3": 256, "int4": 512}
 
 
 def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -> EngineGroups:
-    """Open and return the process groups of an engine. ``rows``: the global ranks of each data-parallel group. Raises
-    `ConfigError` on every rank of a row in which configurations differ. Collective over the world."""
+    """Open and return the process groups of an engine. ``rows``: the global ranks of each data-parallel group;
+    ``ledger``: counts the bytes sent. Raises `ConfigError` on every rank of a row in which configurations differ.
+    Collective over the world."""
     zero = config.zero_optimization
     return EngineGroups.open(
         rows,

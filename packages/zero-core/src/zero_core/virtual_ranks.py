@@ -108,7 +108,9 @@ class VirtualRanks:
     several backward passes for one micro-batch, buffers that forward writes, different numbers of threads. Seeds the
     generators of Python, NumPy and torch for each virtual rank and step. The constructor is collective.
 
-    ``count``: virtual ranks. ``seed``: of the generators; None takes rank 0's `torch.initial_seed`."""
+    ``count``: virtual ranks. ``seed``: of the generators; None takes rank 0's `torch.initial_seed`. In methods,
+    ``step``: the number of steps before; ``steps``: this rank's micro-batches in a step; ``micro``: the index of one of
+    these."""
 
     def __init__(self, count: int, seed: int | None, partition: Partition, module: nn.Module) -> None:
         if dist.get_world_size() != partition.data_world_size:

@@ -93,8 +93,8 @@ def _encode(
     """Write the payload and scales of ROWS blocks of ``x`` (``numel`` elements, BLOCK per block). One pass over the
     blocks finds their largest magnitudes, a second writes the codes.
 
-    Each pass reads COLUMNS elements of all ROWS blocks at a time. NIBBLES: two codes per byte. LIMIT, LARGEST, MANTISSA
-    and BIAS are those of the format, see `_Format`."""
+    Each pass reads COLUMNS elements of all ROWS blocks at a time. NIBBLES: two codes per byte. LIMIT: the format's
+    largest magnitude; LARGEST, MANTISSA and BIAS: as for `_codes`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     largest = tl.zeros((ROWS,), tl.int32)
@@ -147,8 +147,9 @@ def _decode(
 ):
     """Write TILE elements of ``out`` (``numel`` in all): each code in ``payload`` times its block's scale.
 
-    BLOCK elements share a scale. NIBBLES: two codes per byte. BFLOAT16: ``out`` is bfloat16, viewed as int16. MANTISSA,
-    BIAS and SPECIAL are those of the format, see `_Format`."""
+    BLOCK elements share a scale. NIBBLES: two codes per byte. MANTISSA, BIAS: the bits of mantissa and the exponent
+    bias of an 8-bit float, 0 for integers; SPECIAL: its first bit pattern that is infinity or NaN. BFLOAT16: ``out`` is
+    bfloat16, viewed as int16."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     here = place < numel
     if NIBBLES:

@@ -79,10 +79,9 @@ def autocast_dtypes(
 
     Autocast casts the weights of matrix products at each use and autograd keeps those copies, so a sharded weight that
     is gathered in its own dtype would be in memory twice. The dtype is `dtype` for parameters owned directly by modules
-    whose class is exactly one of `eligible` (None: `AUTOCAST_MODULES`). It is the parameter's own if another module
-    shares it, and for float64, which autocast never casts. Values equal autocast's, as either cast rounds once. Raises
-    `PrecisionError` for a `dtype` other than bfloat16 and float16.
-    """
+    whose class is exactly one of `eligible` (None: linear layers and convolutions, `AUTOCAST_MODULES`). It is the
+    parameter's own if another module shares it, and for float64, which autocast never casts. Values equal autocast's,
+    as either cast rounds once. Raises `PrecisionError` for a `dtype` other than bfloat16 and float16."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise PrecisionError(f"autocast: expected bfloat16 or float16, got {dtype}")
     classes = frozenset(AUTOCAST_MODULES if eligible is None else eligible)

@@ -128,8 +128,8 @@ class OptimizerSection(ClassByName):
 
     @classmethod
     def canonical(cls, name: str) -> str:
-        """Return the name of an optimizer in `OPTIMIZERS` in lower case, however it is written; any other name as it
-        is."""
+        """Return an optimizer's name in lower case if this package knows its arguments, however it is written; any
+        other name, which is a class of torch.optim, as it is."""
         return name.lower() if name.lower() in OPTIMIZERS else name
 
 

@@ -94,7 +94,8 @@ def _set_at(data: dict[str, Any], names: list[str], value: Any) -> None:
 
 
 def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
-    """Add a problem to ``prepared`` for each of `REMOVED_KEYS` that ``raw``, the file as a dict, contains."""
+    """Add a problem to ``prepared`` for each key of older configurations (`REMOVED_KEYS`) in ``raw``, the file as a
+    dict."""
     zero = raw.get("zero_optimization")
     for path, action in REMOVED_KEYS.items():
         parent, _, key = path.rpartition(".")
@@ -104,8 +105,8 @@ def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
 
 
 def _modernised(raw: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
-    """Return a copy of the file ``raw`` without `REMOVED_KEYS` and `SCHEMA_KEY`, and with `zero_optimization` in its
-    present form if it is a boolean or has `cpu_offload*` flags.
+    """Return a copy of the file ``raw`` without keys of older configurations (`REMOVED_KEYS`) and the key "$schema",
+    and with `zero_optimization` in its present form if it is a boolean or has `cpu_offload*` flags.
 
     Notes and problems about what was changed are added to ``prepared``."""
     raw = {key: value for key, value in raw.items() if key not in (*REMOVED_KEYS, SCHEMA_KEY)}

@@ -197,7 +197,8 @@ def refusals(config: Section) -> list[Problem]:
 
 def no_effect(config: Section, path: str) -> str:
     """Return why the value at ``path`` has no effect, or a different one than written, as a remark for the report;
-    empty if it has its effect. It depends on the other values of ``config`` and on `NO_EFFECT`."""
+    empty if it has its effect. That depends on the key, by the table `NO_EFFECT`, and on the other values of
+    ``config``."""
     if path.startswith("zero_optimization.offload_param.") and lookup(config, "zero_optimization.stage") != 3:
         return "accepted, no effect: below stage 3 parameters stay on the device"
     if path in _GATHERS and lookup(config, "zero_optimization.stage") != 3:

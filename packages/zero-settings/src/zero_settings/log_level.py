@@ -1,4 +1,4 @@
-"""The level of the packages' messages, which the environment variable ZERO_LOG names."""
+"""The level of the packages' messages, which the environment variable ZERO_LOG names: debug, info, warning or error."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def log_level() -> int | None:
-    """Return the level of `logging` that ZERO_LOG names; None if it is unset or empty. Raises `ConfigError` for a word
-    that is not in `LEVELS`."""
+    """Return the level of `logging` that ZERO_LOG names; None if it is unset or empty. Raises `ConfigError` for another
+    word."""
     word = os.environ.get(VARIABLE)
     if not word:
         return None
@@ -24,14 +24,14 @@ def log_level() -> int | None:
 
 def says_progress() -> bool:
     """Return whether runs print their settings and progress: ZERO_LOG is unset, or names "info" or "debug". Raises
-    `ConfigError` for a word that is not in `LEVELS`."""
+    `ConfigError` for a word that is no level."""
     level = log_level()
     return level is None or level <= logging.INFO
 
 
 def set_log_levels() -> None:
     """Set the loggers of the zero packages to the level that ZERO_LOG names; leave them if it names none. Raises
-    `ConfigError` for a word that is not in `LEVELS`."""
+    `ConfigError` for a word that is no level."""
     level = log_level()
     if level is not None:
         for name in ("zero_ckpt", "zero_comm", "zero_core", "zero_offload", "zero_partition"):

@@ -1,4 +1,5 @@
-"""Find the first value in which two recorded runs differ."""
+"""Find the first value in which two recorded runs differ. A ``kind`` of tensor is "gradient" or "weight" (after the
+step)."""
 
 from __future__ import annotations
 
@@ -57,8 +58,7 @@ class Judge(Protocol):
         """Yield (parameter name, description) for each weight whose values differ where a module's forward read it."""
 
     def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Yield (parameter name, description) for each full tensor of ``kind``, `GRADIENT` or `WEIGHT`, that
-        differs."""
+        """Yield (parameter name, description) for each full tensor of ``kind`` that differs."""
 
     def should_continue(self, expected: Step, got: Step) -> bool:
         """Return whether to compare further steps of the engine after these two."""
@@ -126,7 +126,7 @@ def _named(what: str, found: Sequence[tuple[str, str]]) -> tuple[str, str, str, 
 
 class Bitwise:
     """A `Judge` that accepts bitwise equal values only. Gradient norms may differ as much as the order of a float64 sum
-    makes them.
+    makes them. ``number``: the step's number, from 0.
 
     Descriptions of differences are text, empty where the difference is accepted."""
 
@@ -136,8 +136,8 @@ class Bitwise:
         return "" if same else _scalars(expected, got)
 
     def norm(self, number: int, expected: float, got: float) -> str:
-        """Return "" for two norms with a relative difference of at most `_NORM_TOLERANCE`, and for two NaN; else both
-        values as text."""
+        """Return "" for two norms with a relative difference of at most 1e-12, and for two NaN; else both values as
+        text."""
         close = math.isclose(expected, got, rel_tol=_NORM_TOLERANCE)
         return "" if close else self.loss(number, expected, got)
 
@@ -165,7 +165,7 @@ class Bitwise:
 
 
 class Within:
-    """A `Judge` that accepts relative differences up to ``bound`` times the number of steps so far.
+    """A `Judge` that accepts relative differences up to ``bound`` times the number of steps so far (``number`` + 1).
 
     Losses and norms: relative to the expected one. A tensor: the root mean square of the difference, relative to that
     of the expected tensor or of all tensors of its kind, whichever is larger: where a tensor's gradient is a small

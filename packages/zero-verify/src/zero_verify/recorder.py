@@ -149,7 +149,7 @@ class EngineRecorder:
 
     def _full_values(self, kind: str, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[Interval]:
         """Gather the full value ``read(parameter)`` of each trained parameter, and yield it on rank 0, copied to the
-        host, as checkpoint intervals of ``kind`` (`GRADIENT` or `WEIGHT`). Parameters whose value is None are left out.
+        host, as checkpoint intervals of ``kind`` ("gradient" or "weight"). Parameters whose value is None are left out.
         Collective."""
         for parameter in self._trained:
             full = read(parameter)

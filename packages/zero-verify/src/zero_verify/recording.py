@@ -1,5 +1,5 @@
 """Read the recording of one run: one checkpoint per engine and step. Engines are numbered from 0, in the order in which
-the script made them, and so are the steps of each."""
+the script made them, and so are the steps of each. A ``kind`` of tensor is "gradient" or "weight" (after the step)."""
 
 from __future__ import annotations
 
@@ -68,14 +68,12 @@ class Step:
         return found
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of the parameters that have a tensor of ``kind`` (`GRADIENT` or `WEIGHT`), in the model's
-        order.
-        """
+        """Return the names of the parameters that have a tensor of ``kind``, in the model's order."""
         return [name for name in self._checkpoint.client_state["names"] if (name, kind) in self._checkpoint.tensors]
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """Return the full tensor of ``kind`` (`GRADIENT` or `WEIGHT`) of the parameter ``name``, on the CPU. Raises
-        `zero_ckpt.CheckpointError` if the checkpoint has none."""
+        """Return the full tensor of ``kind`` of the parameter ``name``, on the CPU. Raises `zero_ckpt.CheckpointError`
+        if the checkpoint has none."""
         entry = self._checkpoint.entry(name, kind)
         out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         self._checkpoint.read_into(name, kind, 0, tensor_buffer(out))

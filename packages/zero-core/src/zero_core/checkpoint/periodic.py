@@ -53,7 +53,8 @@ class Never:
 
 
 class Fixed:
-    """A `Periodic` that saves after every ``steps`` optimizer steps, below ``path``; None means the ``root`` given."""
+    """A `Periodic` that saves after every ``steps`` optimizer steps, below ``path`` or, if that is None, below
+    ``root``: the folder of `resume` or of the first save."""
 
     def __init__(self, state: TrainingState, steps: int, path: str | None) -> None:
         self._state, self._steps, self._path = state, steps, path
@@ -74,7 +75,7 @@ class Fixed:
 
 class Automatic:
     """A `Periodic` that saves when rank 0's ``chooser`` finds it due; see [Note: automatic interval]. ``clock``:
-    returns seconds. ``path``: the folder of the saves; None for the ``root`` given."""
+    returns seconds. ``path``: the folder of the saves; if None, ``root``: that of `resume` or of the first save."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Stores that keep the inputs of segments until backward. A segment is a part of the model that backward runs again."""
+"""Stores that keep the inputs of segments until backward. A segment is a part of the model that backward runs again;
+``position`` is the number of an input in its segment, from 1."""
 
 from __future__ import annotations
 
@@ -20,8 +21,7 @@ class ActivationStore(Protocol):
     backward calls to turn that tensor into the input again."""
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """Return (tensor to store, function that restores ``tensor`` from it). ``position``: the input's number in its
-        segment, from 1."""
+        """Return (tensor to store, function that restores ``tensor`` from it)."""
 
     def reset(self) -> None:
         """Free buffers that no stored tensor uses."""

@@ -83,8 +83,8 @@ class Instruments(Protocol):
     """Measures an engine. Call order: per micro-batch `during` around each part, `loss`; at a boundary `after_step`."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
-        """Return a context in which ``part`` runs and is measured: one of `PARTS`, or "save", where a save blocks
-        training."""
+        """Return a context in which ``part`` runs and is measured: "forward", "backward", "backward_inner" (autograd),
+        "backward_allreduce" (reductions left after it), "step", or "save", in which a save blocks training."""
 
     def loss(self, loss: torch.Tensor) -> None:
         """Take the loss of a micro-batch, divided by the accumulation steps; the step's metrics have the sum of

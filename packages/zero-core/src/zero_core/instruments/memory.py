@@ -50,21 +50,21 @@ class OnDisk(Protocol):
 def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[MemoryRow]:
     """Return the model state that this rank holds now, as rows. A storage counts once, under the first kind that uses
     it. Stores and tiers that count all units together have a row with a name in parentheses instead of a unit's."""
-    count = _Count(partition.device)
+    counter = _StorageCounter(partition.device)
     rows: list[MemoryRow] = []
     for unit in partition.units:
         gradients = partition.runtime.gradients.get(unit.index)
-        rows += count.rows(unit.name, "gathered parameters", [unit.flat])
-        rows += _shard_rows(partition, unit, count)
+        rows += counter.rows(unit.name, "gathered parameters", [unit.flat])
+        rows += _shard_rows(partition, unit, counter)
         secondary = unit.route.secondary_shard
-        rows += count.rows(unit.name, "secondary shards", [] if secondary is None else [secondary])
-        rows += count.rows(unit.name, "masters", [] if unit.master is None else [unit.master])
-        rows += count.rows(unit.name, "gradients", [] if gradients is None else gradients.tensors())
+        rows += counter.rows(unit.name, "secondary shards", [] if secondary is None else [secondary])
+        rows += counter.rows(unit.name, "masters", [] if unit.master is None else [unit.master])
+        rows += counter.rows(unit.name, "gradients", [] if gradients is None else gradients.tensors())
         placeholders = [values for one in unit.placeholders for values in one.tensors()]
-        rows += count.rows(unit.name, "placeholders", placeholders)
+        rows += counter.rows(unit.name, "placeholders", placeholders)
     if isinstance(partition.residency, OnDisk):
         rows.append(MemoryRow("(the store)", "parameter shards", "host", partition.residency.resident_bytes))
-    return [*rows, *_tier_rows(partition), *_state_rows(sharded, count)]
+    return [*rows, *_tier_rows(partition), *_state_rows(sharded, counter)]
 
 
 def memory_table(rows: Iterable[MemoryRow]) -> str:
@@ -94,7 +94,7 @@ def present_memory(device: torch.device) -> dict[str, int]:
     return found
 
 
-class _Count:
+class _StorageCounter:
     """Makes rows of tensors and counts each storage once. ``device``: where the model computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -114,11 +114,11 @@ class _Count:
             yield MemoryRow(unit, kind, tier, nbytes)
 
 
-def _shard_rows(partition: Partition, unit: Unit, count: _Count) -> Iterator[MemoryRow]:
+def _shard_rows(partition: Partition, unit: Unit, counter: _StorageCounter) -> Iterator[MemoryRow]:
     """Yield the row of a unit's parameter shard. Shards in a store are not read for that."""
     store = partition.residency
     if isinstance(store, DeviceResidency):
-        yield from count.rows(unit.name, "parameter shards", [store.acquire(unit.name)])
+        yield from counter.rows(unit.name, "parameter shards", [store.acquire(unit.name)])
     else:
         tier = "nvme" if isinstance(store, OnDisk) else "host"
         yield MemoryRow(unit.name, "parameter shards", tier, unit.layout.shard_numel * unit.plan.dtype.itemsize)
@@ -132,7 +132,7 @@ def _tier_rows(partition: Partition) -> Iterator[MemoryRow]:
             yield MemoryRow("(offloaded)", kind, "nvme" if name == "nvme" else "host", nbytes)
 
 
-def _state_rows(sharded: ShardedOptimizer | None, count: _Count) -> Iterator[MemoryRow]:
+def _state_rows(sharded: ShardedOptimizer | None, counter: _StorageCounter) -> Iterator[MemoryRow]:
     """Yield the rows of the optimizer states on no tier, by unit; nothing without an optimizer."""
     if sharded is None:
         return
@@ -141,4 +141,4 @@ def _state_rows(sharded: ShardedOptimizer | None, count: _Count) -> Iterator[Mem
         values = by_kind(sharded.state_of(owned)).values()
         tensors.setdefault(owned.unit.name, []).extend(v for v in values if isinstance(v, torch.Tensor))
     for unit, states in tensors.items():
-        yield from count.rows(unit, "optimizer states", states)
+        yield from counter.rows(unit, "optimizer states", states)

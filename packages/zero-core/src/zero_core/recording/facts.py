@@ -53,7 +53,7 @@ def head_facts(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Return, by name, the versions of those `_PACKAGES` that this process has imported."""
+    """Return, by name, the versions of this project's packages and a few others that this process has imported."""
     found = {}
     for package in _PACKAGES:
         if package.replace("-", "_") in sys.modules:

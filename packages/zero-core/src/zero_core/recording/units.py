@@ -29,8 +29,8 @@ class UnitTimes:
         self._backward_since = time.perf_counter()
 
     def enters(self, units: Sequence[Unit]) -> None:
-        """Begin the spans of ``units``: a module that computes with them is called. Spans that an outer call has begun
-        stay."""
+        """Begin the spans of ``units``, as a module that computes with them is called. Spans of outer calls stay
+        open."""
         for unit in units:
             depth = self._depth.get(unit.index, 0)
             self._depth[unit.index] = depth + 1
@@ -38,8 +38,8 @@ class UnitTimes:
                 self._began[unit.index] = time.perf_counter()
 
     def leaves(self, units: Sequence[Unit]) -> None:
-        """End the spans of ``units``: a call of a module that computes with them is over. Spans that an outer call has
-        begun stay."""
+        """End the spans of ``units``, as a call of a module that computes with them is over. Spans of outer calls stay
+        open."""
         for unit in units:
             depth = self._depth.get(unit.index, 0) - 1
             self._depth[unit.index] = max(0, depth)
