@@ -139,14 +139,14 @@ class StepSampler(RankSampler):
         super().set_epoch(epoch)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Move to the first batch of the step in which `state_dict` was taken. Raises `UsageError` as `RankSampler`'s
-        does."""
+        """Move to the first batch of the step in which `state_dict` was taken. Raises `UsageError` for a data set of
+        another size."""
         self._drawn_in_step = 0
         super().load_state_dict(state)
 
     def advance(self, per_rank: int, min_left: int) -> None:
-        """Count a micro-batch drawn by every rank. After the last one of a step, move the position as
-        `RankSampler.advance` does."""
+        """Count a micro-batch of ``per_rank`` samples drawn by every rank. After a step's last one, move the position
+        by all its samples; to the next epoch if fewer than ``min_left`` remain for each virtual rank."""
         self._drawn_in_step += 1
         if self._drawn_in_step == self.virtual_ranks // self.ranks:
             self._drawn_in_step = 0

@@ -134,6 +134,6 @@ def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[tuple[str,
 
 
 def _gradients(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (unit name, tensor) for the buffers of gradients on the device."""
+    """Yield (unit name, tensor) for each buffer that holds gradients of a unit on the device."""
     for gradients in partition.runtime.gradients.values():
         yield from ((gradients.unit.name, tensor) for tensor in gradients.tensors())

@@ -177,7 +177,8 @@ class TrainingState:
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale.scale
 
     def learning_rates(self) -> list[float]:
-        """Return each param group's learning rate. Raises `UsageError` without an optimizer, and as `check_open`."""
+        """Return each param group's learning rate. Raises `UsageError` without an optimizer, or if the engine is
+        closed."""
         return [group["lr"] for group in self.check_trainable("get_lr").param_groups]
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -198,8 +199,8 @@ class TrainingState:
             raise UsageError(f"engine.{call}: the states are offloaded; call engine.reload_states() first")
 
     def check_trainable(self, call: str) -> ShardedOptimizer:
-        """Return the optimizer. Raises `UsageError` if there is none, and as `check_open`; ``call``: the engine's, for
-        messages."""
+        """Return the optimizer. Raises `UsageError` if there is none, or if the engine is another process's, destroyed
+        or offloaded. ``call``: the engine's, for messages."""
         self.check_open(call)
         if self.optimizer is None:
             raise UsageError(

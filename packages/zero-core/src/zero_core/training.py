@@ -228,7 +228,7 @@ def _float32_at_least(call: str, loss: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(value: object) -> str:
-    """Return text on what ``value`` is, which a call got instead of a loss."""
+    """Return text on the type or shape of ``value``, which a call of the engine got instead of a loss."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
     return type(value).__name__

@@ -165,7 +165,7 @@ class PrecisionPolicy:
         return tuple(rows)
 
     def __str__(self) -> str:
-        """Return `table` as text, one line per row below a header."""
+        """Return the rows of `table` as text: one line for each thing that has a dtype, below a header."""
         header = ("thing", "dtype", "bytes", "sharded from")
         body = [(r.thing, r.dtype, str(r.nbytes or "-"), _stage_text(r.sharded_from)) for r in self.table()]
         widths = [max(len(row[column]) for row in (header, *body)) for column in range(len(header))]
@@ -222,5 +222,5 @@ def _checked_patterns(patterns: Any) -> tuple[KeepPattern, ...]:
 
 
 def _stage_text(stage: int | None) -> str:
-    """Return a stage for the printed table, such as "stage 2"; "-" for None."""
+    """Return a stage for a cell of the printed table, such as "stage 2"; "-" for None."""
     return "-" if stage is None else f"stage {stage}"

@@ -294,7 +294,7 @@ class OffloadActivations(Section):
 
     @property
     def paths(self) -> FolderList:
-        """The folders of the files; none without `nvme_path`."""
+        """Return the folders of activation files, with their weights and key; no folders without `nvme_path`."""
         return FolderList(self.nvme_path or (), self.nvme_path_weights, "offload.activations.nvme_path")
 
 

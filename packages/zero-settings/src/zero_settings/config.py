@@ -147,8 +147,8 @@ class Config(ConfigFile):
         return _rules.with_values(self, absolute)
 
     def provenance(self, path: str) -> str:
-        """Return the origin (see `ReportRow`) of the value at a path such as `fp16.enabled`. Raises KeyError if there
-        is none."""
+        """Return the origin of the value at a path such as `fp16.enabled`: one of the words that `ReportRow` lists,
+        such as "user" or "default". Raises KeyError if there is no such value."""
         return self._provenance[path]
 
     def report(self, *, defaults: bool = True) -> tuple[ReportRow, ...]:
@@ -200,8 +200,8 @@ def _batch_sizes(file: ConfigFile, prepared: PreparedSource, world_size: int) ->
 
 
 def _provenance(config: Config, prepared: PreparedSource, derived: dict[str, Any]) -> dict[str, str]:
-    """Return the origin (see `ReportRow`) of every value, by path. ``derived`` has the values that follow from others,
-    by path."""
+    """Return, by path, the origin of every value: one of the words that `ReportRow` lists, such as "user" or "default".
+    ``derived`` has the values that follow from others, by path."""
     found = {}
     for path, _ in leaves(config):
         auto = path in prepared.auto

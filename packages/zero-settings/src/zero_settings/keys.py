@@ -157,7 +157,8 @@ def value_kinds(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dic
 
 
 def _value_kinds(path: str, data: dict[str, Any], section: type[Section]) -> Iterator[Any]:
-    """Yield what `value_kinds` yields, for ``data``, an object at ``path`` that is read as ``section``."""
+    """Yield (path, object, kinds) for ``data``, an object of the configuration at ``path`` that is read as ``section``,
+    and for each section in it. ``kinds``: the plain types of the values of the object's keys (see `value_kinds`)."""
     fields = {key: section.model_fields.get(section.aliases.get(key, key)) for key in data}
     kinds = {key: kind for key, field in fields.items() if field and (kind := plain_kind(field.annotation))}
     yield path, data, kinds

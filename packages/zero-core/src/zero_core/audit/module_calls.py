@@ -66,7 +66,8 @@ def _has_other_weights(module: nn.Module, unit: Unit) -> bool:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether hooks of the user see or change the gradient of ``parameter``."""
+    """Return whether the user has registered hooks on the gradient of ``parameter``; hooks of this project do not
+    count."""
     with torch._C.DisableTorchFunctionSubclass():
         later = parameter._post_accumulate_grad_hooks or {}
         return bool(parameter._backward_hooks) or any(not _is_ours(hook) for hook in later.values())
@@ -88,7 +89,7 @@ def _global_hooks() -> Iterator[Any]:
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
-    """Return whether ``hook`` is defined in zero-core or zero-partition."""
+    """Return whether ``hook`` is one of this project's: a module of zero-core or zero-partition defines it."""
     return str(getattr(hook, "__module__", "")).startswith(_OURS)
 
 
@@ -128,7 +129,7 @@ class Surroundings:
 
     @contextmanager
     def casts(self) -> Iterator[None]:
-        """Put these settings of autocast, and no others, in force inside the block."""
+        """Use autocast inside the block as it was when these settings were taken."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 cached = self.cached_casts
@@ -293,7 +294,7 @@ class ModuleRecorder:
         return self.obstacle is None and self._calls == 1
 
     def why_not(self) -> str:
-        """Return why no call was repeated, for a log message."""
+        """Return, for a log message, why no call of the module was repeated."""
         if self.obstacle is None and not self._calls:
             return "its module recorded no graph in forward (torch's reentrant checkpoints do not)"
         return self.obstacle or "not tried this time"

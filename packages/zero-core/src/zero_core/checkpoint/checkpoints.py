@@ -65,9 +65,10 @@ class Checkpoints:
         save_latest: bool,
         exclude_frozen: bool,
     ) -> None:
-        """Write ``save_dir/tag`` (None: named for the step) as `Engine.save_checkpoint` describes. If the launcher has
-        ordered the ranks to leave, also wait until the checkpoint is complete and raise SystemExit. Raises `UsageError`
-        inside a step or without a folder."""
+        """Write ``save_dir/tag`` (None: named for the step). ``save_latest``: name it in the file ``latest``;
+        ``exclude_frozen``: leave frozen parameters out. If the launcher has ordered the ranks to leave, also wait until
+        the checkpoint is complete and raise SystemExit. Raises `UsageError` inside a step or without a folder,
+        `zero_ckpt.CheckpointError` for a save that failed."""
         state = self._state
         state.check_open("save_checkpoint")
         state.partition.runtime.reopen("save_checkpoint")
@@ -140,7 +141,8 @@ class Checkpoints:
         self._in_memory.wait()
 
     def close(self) -> None:
-        """Wait until all saves that were started are written, and end their threads. Raises as `wait` does."""
+        """Wait until all saves that were started are written, and end their threads. Raises `zero_ckpt.CheckpointError`
+        if one failed."""
         self._saver.close()
         self._in_memory.close()
 

@@ -88,7 +88,8 @@ class InMemory:
             self._memory.wait()
 
     def close(self) -> None:
-        """Finish the copy that was started, if any, and end its threads; copies stay. Raises as `wait` does."""
+        """Finish the copy that was started, if any, and end its threads; complete copies stay in memory. Raises
+        `zero_ckpt.CheckpointError` if it failed."""
         memory, self._memory = self._memory, None
         if memory is None:
             return

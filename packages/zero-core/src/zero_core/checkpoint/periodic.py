@@ -129,7 +129,7 @@ def require_folder(setting: str, key: str, folder: str | None) -> None:
 
 
 def interval_text(chosen: ChosenInterval, chooser: IntervalChooser) -> str:
-    """Return the log message that says which interval was chosen, and why."""
+    """Return the log message on the interval that was chosen, in steps and seconds, and the reason for it."""
     step, held = chooser.step_seconds, chooser.held_seconds
     return (
         f"a checkpoint every {chosen.steps} steps ({chosen.steps * step:.3g} s): a save holds training up {held:.3g} s"

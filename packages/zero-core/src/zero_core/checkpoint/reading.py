@@ -38,8 +38,8 @@ class BatchedRead:
             self.run()
 
     def add_weights(self, name: str, offset: int, out: torch.Tensor) -> None:
-        """Request a parameter's elements as `add` does, from its weight or its master: the one of ``out``'s dtype, else
-        the wider."""
+        """Request to fill the 1-D ``out`` with a parameter's elements from ``offset`` on, cast. They are read from its
+        weight or its master: the one of ``out``'s dtype, else the wider."""
         tensors = self.checkpoint.tensors
         dtypes = {k: torch_dtype(tensors[name, k].dtype) for k in ("param", "master") if (name, k) in tensors}
         exact = [kind for kind, dtype in dtypes.items() if dtype == out.dtype]

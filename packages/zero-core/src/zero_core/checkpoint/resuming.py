@@ -35,8 +35,8 @@ class Resumed:
 
 def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, run: str) -> Resumed | None:
     """Load the newest state by ``load`` and log it; return where it continues, None if there is no state. ``root``: the
-    folder of checkpoints; ``run``: that folder's name in copies, see `InMemory.find`. Collective. Raises
-    `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded."""
+    folder of checkpoints; ``run``: the run's folder, which copies in memory name to say whose they are. Collective.
+    Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded."""
     resumed = _resume(state, memory, root, load, run)
     if resumed is not None and state.reports:
         sizes = state.sizes

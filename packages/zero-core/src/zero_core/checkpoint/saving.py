@@ -35,8 +35,8 @@ class Dialect(Protocol):
     format."""
 
     def writer(self, state: TrainingState) -> Callable[..., Path]:
-        """Return the function that writes a save, called as `save_sharded` is. Called once, when the engine is made.
-        Raises `UsageError` for a format that it does not write."""
+        """Return the function that writes a checkpoint and takes the arguments of `zero_ckpt.save_sharded`. Called
+        once, when the engine is made. Raises `UsageError` for a format that it does not write."""
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``given``, the user's client state, as a checkpoint holds it: plain data (JSON types and bytes)."""
@@ -62,7 +62,7 @@ class OwnDialect:
         return dict(given)
 
     def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
-        """Return no files."""
+        """Return an empty dict: no files are added."""
         return {}
 
 
@@ -155,8 +155,8 @@ class Saver:
         self._states.unblock()
 
     def _await_copies(self) -> None:
-        """Wait as `wait_for_copies` does, but do not give `optimizer.state` back to the user; count the seconds for
-        `take_waited`."""
+        """Wait until a running save has copied everything, and count the seconds for `take_waited`. Code that reads
+        `optimizer.state` still waits afterwards."""
         if self._background_saver is not None:
             began = time.perf_counter()
             self._background_saver.copied()
@@ -173,7 +173,8 @@ class Saver:
             self._background_saver.wait()
 
     def close(self) -> None:
-        """Finish the running save, and end its thread and process group. Raises as `wait` does. Idempotent."""
+        """Finish the running save, and end its thread and process group. Raises `zero_ckpt.CheckpointError` if it
+        failed. Idempotent."""
         self.wait_for_copies()
         if self._background_saver is not None:
             try:

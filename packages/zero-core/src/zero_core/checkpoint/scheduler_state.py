@@ -25,7 +25,8 @@ def load_plain_state(scheduler: Scheduler, state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return ``value`` as plain data, see `plain_state`. ``path``: where it is in the state, for the `UsageError`."""
+    """Return ``value`` as plain data in the way of `plain_state`. ``path``: where it is in the state, for the
+    `UsageError` that is raised for a value that is no plain data."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:

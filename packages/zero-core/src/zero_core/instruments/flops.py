@@ -167,13 +167,13 @@ class FlopsProfile:
             yield (name.count(".") + 1 if name else 0), name, flops(name, module)
 
     def _cell(self, row: tuple[int, str, int]) -> str:
-        """Return "name operations" as text, of a row of `_rows`."""
+        """Return text such as "layers.0 2.5 MFLOP" for ``row``: (depth, module name, operations)."""
         _, name, flops = row
         return f"{name or type(self._module).__name__} {scaled(flops, 'FLOP')}"
 
     def _module_table(self, modules: list[tuple[int, str, int]], root: str) -> str:
-        """Return a table with a line for each of ``modules``, rows of `_rows`; ``root``: what the model is called in
-        it."""
+        """Return a table with a line for each of ``modules``: (depth, name, operations); ``root``: what the model is
+        called in it."""
         whole = max(modules[0][2], 1)
         owned = {name: sum(p.numel() for p in m.parameters()) for name, m in self._module.named_modules()}
         return table(

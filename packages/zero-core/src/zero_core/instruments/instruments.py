@@ -178,9 +178,9 @@ class PrintingInstruments:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Run ``part`` in the block and time it (see `Instruments.during`). For forward, backward and step, where
-        configured, also count operations and measure memory afterwards. A forward pass counts as a micro-batch. Without
-        gradients only run it."""
+        """Run ``part`` of a step, such as "forward", in the block and time it. For forward, backward and step, where
+        configured, also count operations and measure memory afterwards. A forward pass counts as a micro-batch; one
+        without gradients is only run."""
         if part == "forward" and not torch.is_grad_enabled():
             yield
             return
