@@ -35,7 +35,8 @@ class Accumulation:
         return self._state.counters.accumulated + 1 >= self._state.sizes.steps
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Let the current and all later micro-batches end an accumulation, each by itself, or let none of them."""
+        """Let the current and all later micro-batches each end an accumulation or, if ``is_boundary`` is false,
+        none."""
         self._boundary = is_boundary
 
     def virtual_rank(self) -> int:

@@ -102,8 +102,8 @@ class StepSampler(RankSampler):
     """A `RankSampler` that yields lists of sample numbers: the batches of one rank, where a step has V =
     ``virtual_ranks`` micro-batches of ``batch_size`` samples. Virtual rank v has samples v, v + V, … of the epoch's
     order. This rank's micro-batch j is that of virtual rank j * ``ranks`` + ``rank``, so each virtual rank sees the
-    same samples at any number of ranks. An epoch ends with a step. The position moves once per step, by all its
-    samples."""
+    same samples at any number of ranks. An epoch ends with a step, which has fewer samples unless ``drop_last``. The
+    position moves once per step, by all its samples. Other arguments: as for `RankSampler`."""
 
     def __init__(
         self, size: int, rank: int, ranks: int, virtual_ranks: int, batch_size: int, *, drop_last: bool, shuffle: bool
@@ -133,8 +133,8 @@ class StepSampler(RankSampler):
                 yield step[virtual_rank::count]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next iteration, as `RankSampler.set_epoch` does, and with the first micro-batch of a
-        step."""
+        """Begin ``epoch`` with the next iteration, at its start, or at the position that was loaded if it is in this
+        epoch; in both cases with the first micro-batch of a step."""
         self._drawn_in_step = 0
         super().set_epoch(epoch)
 

@@ -147,15 +147,15 @@ class Engine(nn.Module):
         return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Let the current and all later micro-batches end an accumulation, each by itself, or let none of them, instead
-        of counting to the configured number. Every rank makes the same call. `backward` still divides by that
-        number."""
+        """Let the current and all later micro-batches each end an accumulation or, if ``is_boundary`` is false, none of
+        them, instead of counting to the configured number. Every rank makes the same call. `backward` still divides by
+        that number."""
         self._parts.accumulation.set_boundary(is_boundary)
 
     def virtual_rank(self) -> int:
         """Return the index of the current micro-batch among those of all ranks in this step: j * N + r for the j-th of
-        rank r of N. Under ``deterministic.across_world_sizes`` its results depend on the three numbers only through
-        this index."""
+        rank r of N. Under ``deterministic.across_world_sizes`` the micro-batch's results depend on j, r and N through
+        this alone."""
         return self._parts.accumulation.virtual_rank()
 
     def no_sync(self) -> AbstractContextManager[None]:

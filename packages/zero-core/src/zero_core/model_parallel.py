@@ -142,8 +142,8 @@ def model_parallel(mpu: Any) -> ModelParallel:
     ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
     ``slice_parallel`` or ``model_parallel``, the first that exists; if ``get_sequence_parallel_world_size()`` is above
     1, ``get_sequence_parallel_group()`` and ``get_sequence_data_parallel_group()`` instead of the data-parallel group.
-    Raises on every rank: `UsageError` if they are missing or raise, for groups that form no grid, and for other axes;
-    `DesyncError` or `PeerError` if only some ranks have an mpu."""
+    Raises on every rank: `UsageError` if one of these methods is missing or raises, for groups that form no grid, and
+    for pipeline, expert or context parallelism; `DesyncError` or `PeerError` if only some ranks have an mpu."""
     with starting_together("initialize(mpu=…)", alike="None" if mpu is None else "an mpu"):
         world = list(range(dist.get_world_size()))
     if mpu is None:

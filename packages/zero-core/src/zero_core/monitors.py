@@ -117,7 +117,7 @@ class TensorBoardMonitor:
 
 class WandbMonitor:
     """A `Monitor` that logs to a new run of Weights & Biases; WANDB_MODE, WANDB_DIR and so on in the environment apply.
-    ``settings``: the configuration to show with the run."""
+    ``settings``: the configuration to show with the run. Other arguments: of `wandb.init`, whose entity is ``team``."""
 
     enabled = True
 

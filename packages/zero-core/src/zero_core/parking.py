@@ -21,7 +21,8 @@ KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_
 
 
 class Parking:
-    """Moves this rank's model states off the device and back. Every call is collective."""
+    """Moves this rank's model states off the device and back. ``offloading``: opens the stores. Every call is
+    collective."""
 
     def __init__(self, state: TrainingState, offloading: Offloading) -> None:
         self._state = state

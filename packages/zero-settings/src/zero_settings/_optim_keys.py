@@ -104,8 +104,8 @@ class ClassByName(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_params(cls, data: Any) -> Any:
-        """Return the section as written, with empty `params` added if it has none, so that required arguments are
-        missed. Values that are no dict are returned as they are. A pydantic validator."""
+        """Return the section as written, with empty `params` added if it has none, so that missing required arguments
+        are reported. A value that is no dict is returned as it is. A pydantic validator."""
         return {"params": {}, **data} if isinstance(data, dict) else data
 
 

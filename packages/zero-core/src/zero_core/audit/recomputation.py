@@ -184,7 +184,8 @@ class Recomputation:
         return found
 
     def _differing(self, again: Sequence[torch.Tensor | None]) -> list[str]:
-        """Return the names of the parameters whose kept gradient differs from that in ``again``, None where unused."""
+        """Return the names of the parameters whose kept gradient differs from the repeated one in ``again`` (None where
+        unused)."""
         found, taken = [], self._taken
         for entry, gradient, present in zip(self.unit.layout.entries, again, self._present, strict=True):
             if taken is not None and gradient is not None and present:

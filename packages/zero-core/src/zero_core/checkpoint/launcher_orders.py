@@ -63,8 +63,8 @@ class LauncherOrders:
 
     def after_checkpoint(self, wait: Callable[[], object], *, in_memory: bool = False) -> None:
         """If the ranks have agreed to leave, call ``wait``, which returns once the checkpoint is complete, write the
-        file `left.RANK`, and raise SystemExit. Collective if they have. ``in_memory``: the checkpoint is in the nodes'
-        memory only, which is lost with the job, so that the order `end` waits for one on disk."""
+        file `left.RANK`, and raise SystemExit. Collective if they have. ``in_memory``: the checkpoint is only in the
+        nodes' memory, which is lost when the job ends: the order `end` then waits for a later one, on disk."""
         state = self._state
         agreed = state.groups.control.watched.agreed if self._folder is not None else 0
         if not agreed or self._folder is None or (in_memory and agreed == _REQUESTS["end"]):

@@ -16,9 +16,9 @@ from ..state import TrainingState
 
 class TierFiles:
     """The files of this rank's optimizer states and parameter shards, for a checkpoint below ``root`` to link to.
-    ``durable``: sealing syncs the files, else `make_durable` does. Call order: `flush_weights` while the checkpoint's
-    intervals are listed, so that its errors reach every rank; `seal_weights` and `seal_states` then or later, on any
-    thread, before weights and states are written; `make_durable` on any thread."""
+    ``tiers``: write the files. ``durable``: sealing syncs the files to the drive, else `make_durable` does. Call order:
+    `flush_weights` while the checkpoint's intervals are listed, so that its errors reach every rank; `seal_weights` and
+    `seal_states` then or later, on any thread, before weights and states are written; `make_durable` on any thread."""
 
     def __init__(self, state: TrainingState, tiers: Offloading, root: Path, *, durable: bool = True) -> None:
         self._tiers, self._root, self._durable = tiers, root, durable

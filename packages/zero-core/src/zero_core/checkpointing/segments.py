@@ -160,9 +160,10 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _Inputs:
-    """The saved-tensor hook that stores one segment's inputs. ``outer``: the hooks outside, which come first; what they
-    pack (views of sharded parameters, or all under save_on_cpu) is theirs, unless the result is the tensor or says by
-    ``stays`` that it holds it. The others go to ``store``, and the tensors that it stores to ``offload``."""
+    """The saved-tensor hook that stores one segment's inputs. ``outer``: the hooks that were active outside, which pack
+    each tensor first. If they return another object, that is kept (views of sharded parameters, or all under
+    save_on_cpu), unless its attribute ``stays`` says that it only holds the tensor. Other tensors go to ``store``, and
+    what is stored goes to ``offload``, if not None."""
 
     def __init__(self, store: ActivationStore, outer: Hooks | None, offload: Hooks | None) -> None:
         self._store = store
