@@ -1,5 +1,5 @@
 """Optimizer state that each rank has for itself (1-bit optimizers), such as what compression has lost so far: one
-tensor with a row per rank."""
+tensor with a row per rank. An interval is a part of a tensor in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Resume a job from the newest copy in node memory or the newest checkpoint on disk."""
+"""Resume a job from the newest copy in node memory or the newest checkpoint on disk. ``run``: the folder of the run's
+checkpoints, which copies in memory name to say whose they are."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Resumed:
 
 def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, run: str) -> Resumed | None:
     """Load the newest state by ``load`` and log it; return where it continues, None if there is no state. ``root``: the
-    folder of checkpoints; ``run``: the run's folder, which copies in memory name to say whose they are. Collective.
-    Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded."""
+    folder of checkpoints of this part of the model. Collective. Raises `zero_ckpt.CheckpointError` on every rank when
+    there are checkpoints and none can be loaded."""
     resumed = _resume(state, memory, root, load, run)
     if resumed is not None and state.reports:
         sizes = state.sizes

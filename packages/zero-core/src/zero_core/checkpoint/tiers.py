@@ -1,5 +1,5 @@
-"""The intervals of weights and states on a tier, and the values that a checkpoint has for a tier. ``sealed``: files of
-the tier that a checkpoint links to; None if it cannot."""
+"""The intervals (contiguous elements of named full tensors) of weights and states on a tier, and the values that a
+checkpoint has for a tier. ``sealed``: files of the tier that a checkpoint links to; None if it cannot."""
 
 from __future__ import annotations
 

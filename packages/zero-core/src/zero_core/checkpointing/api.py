@@ -1,4 +1,5 @@
-"""Functions for code that has no `Checkpointing` object."""
+"""Functions for code that has no `Checkpointing` object. They use the first that exists of: the object that `configure`
+made in this context (thread or task), the running engine's, one that only recomputes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how `checkpoint` stores inputs, from now on in this context (see the package's docstring). ``mpu_``: an
+    """Set how `checkpoint` stores inputs, from now on in this context and in contexts copied from it. ``mpu_``: an
     object with ``get_model_parallel_group()`` (or ``get_tensor_model_parallel_group()``), for
     ``partition_activations``. ``config``: a dict or a JSON file whose section `activation_checkpointing` is used; the
     other arguments, where not None, replace its keys. Raises `ConfigError` or `UsageError`."""
@@ -67,5 +68,5 @@ def reset() -> None:
 
 
 def _current() -> Checkpointing:
-    """Return the `Checkpointing` object that the functions use here, see the package's docstring."""
+    """Return the `Checkpointing` object that the functions of this file use."""
     return _CONFIGURED.get() or running() or _PLAIN
