@@ -18,8 +18,8 @@ _KEYS = (
 
 
 def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of `Engine` that mean what the `aio` section means; absent keys get DeepSpeed's
-    defaults.
+    """Return the keyword arguments of `Engine` that have the meaning of ``config``, the `aio` section of a DeepSpeed
+    configuration; absent keys get DeepSpeed's defaults.
 
     Raises ValueError for an unknown key, `use_gds`, two different thread counts, and flags that are not `bool`. Numbers
     are left for `Engine` to check.

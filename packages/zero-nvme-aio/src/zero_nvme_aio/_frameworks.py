@@ -32,8 +32,8 @@ _FORMATS = {
 
 
 def dtype_and_shape(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the safetensors dtype ("F32", "BF16", …) and the shape of a torch tensor, a NumPy array or any buffer;
-    InvalidBufferError, with `name` in it, if safetensors has no such dtype.
+    """Return the safetensors dtype ("F32", "BF16", …) and the shape of a torch tensor, a NumPy array or another buffer;
+    InvalidBufferError, with `name` as the tensor's name, if safetensors has no such dtype or `tensor` is none of these.
     """
     if _buffers.is_tensor(tensor):
         code = _FROM_TORCH.get(str(tensor.dtype).removeprefix("torch."))

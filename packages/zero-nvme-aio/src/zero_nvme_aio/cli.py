@@ -77,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def add(name: str, about: str, example: str) -> argparse.ArgumentParser:
-        """Add a subcommand with one line of help and an example of its use, without the program's name."""
+        """Add a subcommand and return its parser. `about`: one line of help; `example`: a use of it, without the
+        program's name.
+        """
         made: argparse.ArgumentParser = commands.add_parser(
             name, help=about, epilog=f"example: zero-nvme-aio {example}"
         )
@@ -185,8 +187,8 @@ def _run_bench(options: argparse.Namespace) -> None:
 
 
 def _run_tune(options: argparse.Namespace) -> None:
-    """Measure settings for a folder's device, print each and the best and, without `--dry-run`, store it for later
-    engines.
+    """Measure settings for the device of a folder; print each with its speeds, then the best one. Without `--dry-run`
+    store that for later engines.
     """
     from ._tuning import cache_path
     from .measure import Sample, Setting

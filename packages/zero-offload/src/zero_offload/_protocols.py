@@ -115,13 +115,13 @@ class ExtentStore(Protocol):
         """Fix the size and element type (in safetensors' spelling, such as "F32") of a name before it is written."""
 
     def write(self, name: str, data: Any, offset_bytes: int = 0) -> Request:
-        """Start writing ``data``, host memory that must not change until the request has ended, at an offset of the
-        name, into the open generation; return the request. Waits for transfers of the same bytes.
+        """Start writing ``data``, host memory that must not change until the request has ended, at ``offset_bytes`` of
+        the name, into the open generation; return the request. Waits for transfers of the same bytes.
         """
 
     def read(self, name: str, out: Any, offset_bytes: int = 0) -> Request:
-        """Start reading into ``out``, host memory, from the newest generation that holds the bytes; return the request.
-        Waits for writes of the same bytes.
+        """Start reading into ``out``, host memory, from ``offset_bytes`` of the name, in the newest generation that
+        holds the bytes; return the request. Waits for writes of the same bytes.
         """
 
     def seal(self, *, durable: bool = True) -> Generation:

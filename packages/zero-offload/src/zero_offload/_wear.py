@@ -20,7 +20,7 @@ class _Written(Protocol):
         """Return the average rate of writing, in bytes per day."""
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what was done with each folder so far."""
+        """Return, for each folder, the bytes written and read so far, its speed and its state."""
 
 
 def wear_report(name: str, tier: _Written) -> list[str]:

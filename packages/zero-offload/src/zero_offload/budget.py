@@ -74,9 +74,9 @@ class HostBudget:
         return tuple(self._needs)
 
     def need(self, purpose: str, nbytes: int, resource: Resource = "memory", *, path: str | None = None) -> None:
-        """Add a need of ``nbytes``; ``purpose`` names it in tables. ``path`` (a folder, which may not exist yet) is
-        required for ``disk`` and refused otherwise. ValueError for an unknown resource, negative bytes, or a path where
-        none belongs.
+        """Add a need of ``nbytes`` of a resource; ``purpose`` names it in tables. ``path`` (a folder, which may not
+        exist yet) is required for ``disk`` and refused otherwise. ValueError for an unknown resource, negative bytes,
+        or a path where none belongs.
         """
         if resource not in _ADVICE:
             raise ValueError(f"resource: expected one of {', '.join(_ADVICE)}, got {resource!r}")
@@ -112,7 +112,9 @@ class HostBudget:
         return self._table(self._totals())
 
     def _table(self, totals: Sequence[tuple[str, str, int, Limit]]) -> str:
-        """Return the needs, their sum and the limit of each resource as text, from what `_totals` returned."""
+        """Return the needs, their sum and the limit of each resource as text, one per line; ``totals``: as `_totals`
+        returned them.
+        """
         rows: list[tuple[str, str, str]] = []
         for title, _, needed, limit in totals:
             for need in self._needs:

@@ -71,8 +71,9 @@ class HostStore:
         self._shards[name].copy_(shard.detach())
 
     def acquire(self, name: str) -> torch.Tensor:
-        """Return the shard on the compute device, valid until `release`; calls may nest. The copy is ready for work on
-        the current stream; the host waits only for a copy of the shard back to it that is still under way.
+        """Return the shard (1-D) on the compute device, valid until `release`; calls may nest. It is ready for work
+        that is queued on the current stream; the host waits only if a copy of the shard back to the host is still under
+        way.
         """
         host = self._shard_named(name)
         self._holders[name] = self._holders.get(name, 0) + 1
@@ -100,9 +101,9 @@ class HostStore:
         self._copies.drop(name)
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """Return the shard in host memory, writable until `give_back`, after a copy from the device has arrived.
-        ShardError while it is acquired on an accelerator. ``fresh`` is accepted for `NvmeStore`'s sake and changes
-        nothing.
+        """Return the shard (1-D) in host memory, writable until `give_back`, once a copy from the device has arrived.
+        ShardError while it is acquired on an accelerator. ``fresh`` makes no difference; `NvmeStore` has the same
+        argument.
         """
         host = self._shard_named(name)
         if self._copies is not None:

@@ -123,7 +123,7 @@ class NvmeStore:
         the file starts, and `flush` waits for it. A shard that fits into ``host_bytes`` stays in host memory.
 
         ShardError for another size or dtype, and while the shard to be replaced is acquired; StoreFullError if every
-        buffer is held; ValueError unless it is 1-D.
+        buffer is held or too small; ValueError unless it is 1-D.
         """
         check_shard(name, shard)
         if name in self._in_host or self._fits_host(name, shard):

@@ -206,7 +206,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def finish(self) -> None:
         """With ``delayed``, wait for the running step, raising its error, write its weights to the parameters, and
-        raise their version counters. Do nothing if no step is running. OffloadError after `close`.
+        raise the parameters' version counters. Do nothing if no step is running. OffloadError after `close`.
         """
         self._check_open()
         if isinstance(self._update, DelayedUpdate):
@@ -338,12 +338,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> dict[str, int]:
-        """Return the bytes that are held from construction on, by the same names as in `memory`."""
+        """Return the bytes that are held from construction on: ``states``, ``ring`` (buffers in front of files),
+        ``gradients`` and ``staging`` in host memory, ``nvme`` in files, ``device`` on the device.
+        """
         return dict(self._update.plan)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now: ``states``, ``ring``, ``gradients`` and ``staging`` in host memory, ``nvme`` in
-        files, ``device`` on the device.
+        """Return the bytes held now: ``states``, ``ring`` (buffers in front of files), ``gradients`` and ``staging`` in
+        host memory, ``nvme`` in files, ``device`` on the device.
         """
         return self._update.memory()
 

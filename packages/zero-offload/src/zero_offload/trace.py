@@ -149,7 +149,9 @@ class Trace:
         return rows
 
     def table(self) -> str:
-        """Wait for the transfers under way; return the report as lines of text, below a header."""
+        """Wait for the transfers under way; return text with one line for each hop, below a header: bytes, GB/s while
+        busy, busy seconds, waited seconds, and the fraction of the busy time that was not waited for.
+        """
         lines = [f"{'hop':<22}{'bytes':>16}{'GB/s':>9}{'busy s':>10}{'waited s':>10}{'hidden':>8}"]
         for row in self.report():
             lines.append(

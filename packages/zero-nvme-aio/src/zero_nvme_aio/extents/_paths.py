@@ -165,7 +165,7 @@ class StorePaths:
         return len(self._paths)
 
     def name(self, stripe: int) -> str:
-        """Return the name of a path for messages."""
+        """Return the name, for messages, of the path of a stripe."""
         return self._paths[stripe].name
 
     @property

@@ -139,7 +139,7 @@ class CallerGradients:
         return shard in self._given
 
     def prefetch(self, index: int) -> None:
-        """Do nothing: the caller has the gradients."""
+        """Do nothing: the caller keeps the gradients where they are."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
         """Return, for each span of slice ``index``, the part of the given gradient that belongs to it, without a copy;
@@ -149,7 +149,7 @@ class CallerGradients:
         return [None if g is None else s.of_shard(g) for s, g in zip(self._slices[index], given, strict=True)]
 
     def release(self, index: int) -> None:
-        """Do nothing: the caller has the gradients."""
+        """Do nothing: the caller keeps the gradients."""
 
     def abort(self) -> None:
         """Forget the given gradients, after a step that failed."""
@@ -263,8 +263,8 @@ class HostGradients:
         """Do nothing: the gradients are in host memory."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
-        """Return the gradient of each span of slice ``index``, in the block, after it has arrived; None for a span
-        whose shard has none. Valid until `clear`.
+        """Return the gradient of each span of slice ``index``, a part of the block, once it has arrived from the
+        device; None for a span whose shard has no gradient. Valid until `clear`.
         """
         found: list[FlatSpan | None] = []
         for span in self._slices[index]:
@@ -277,7 +277,9 @@ class HostGradients:
         """Do nothing: the gradients stay until `clear`."""
 
     def abort(self) -> None:
-        """Do nothing: `acquire` took no memory."""
+        """Do nothing after a step that failed: the gradients stay in the block, and `acquire` took no memory that is to
+        be freed.
+        """
 
     def clear(self) -> None:
         """Forget all gradients; the memory stays."""

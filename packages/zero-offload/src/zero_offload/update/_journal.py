@@ -133,9 +133,10 @@ class Journal:
         weights: torch.Tensor | None,
         grad_scale: float,
     ) -> None:
-        """Compute the new states and weights of a shard whose fragments are all settled, with the options of
-        ``groups`` and ``gradient`` (1-D, in host memory) times ``grad_scale``. ``weights``: those of the shard, in
-        host memory, if they are updated in place; else None, and they are not read.
+        """Compute the new states and weights of a shard, whose states must all exist and match its weights. ``groups``:
+        the parameter groups, by number. ``gradient`` (1-D, in host memory) is multiplied by ``grad_scale``.
+        ``weights``: those of the shard, in host memory, if they are updated in place; else None, and the masters are
+        read instead.
         """
         if weights is not None:
             self._read[shard] = _digests(weights)  # before they are read, so that a write since then is found

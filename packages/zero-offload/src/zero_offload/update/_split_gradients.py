@@ -113,8 +113,8 @@ class SplitGradients:
         """Do nothing: the gradients are where they are needed."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
-        """Return the gradient of each span of slice ``index``, in host memory after it has arrived there, or on the
-        device; None for a span whose shard has none. Valid until `clear`.
+        """Return the gradient of each span of slice ``index``: in host memory, once it has arrived there, or on the
+        device; None for a span whose shard has no gradient. Valid until `clear`.
         """
         found: list[FlatSpan | None] = []
         for span in self._slices[index]:
@@ -132,7 +132,9 @@ class SplitGradients:
         """Do nothing: the gradients stay until `clear`."""
 
     def abort(self) -> None:
-        """Do nothing: `acquire` took no memory."""
+        """Do nothing after a step that failed: the gradients stay where they are, and `acquire` took no memory that is
+        to be freed.
+        """
 
     def clear(self) -> None:
         """Forget all gradients; the memory stays."""

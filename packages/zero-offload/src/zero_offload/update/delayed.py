@@ -229,14 +229,14 @@ class DelayedUpdate:
     # States
 
     def kinds(self, fragment: str) -> tuple[str, ...]:
-        """Return the kinds of state of a fragment, as `OffloadedUpdate.kinds`: ``master`` where there is one, moments
-        and scales.
+        """Return the kinds of state of a fragment: ``master``, unless the weights are updated in place, its moments,
+        and ``<moment>_scale`` of each 8-bit moment. ShardError for an unknown fragment.
         """
         return self._inner.kinds(fragment)
 
     def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
-        """Wait for the running step; return the steps taken by a fragment, and the dtype of each kind that `states`
-        would yield for it.
+        """Wait for the running step; return the steps taken by a fragment, and the dtype of each kind of state that the
+        tier holds of it. ShardError for an unknown fragment.
         """
         return self._after_step().held(fragment)
 
@@ -255,13 +255,16 @@ class DelayedUpdate:
         return self._after_step().states(fragments, stale_masters=stale_masters, decoded=decoded)
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Wait for the running step; replace the given kinds of state, and ``step``, of the fragments named, as
-        `OffloadedUpdate.write`. ValueError names a state that does not fit; nothing was changed then.
+        """Wait for the running step; replace states of the fragments named. ``states``: for each fragment's name its
+        tensors by kind (1-D), and ``step``; kinds that are not given stay. ValueError names a state that does not fit;
+        nothing was changed then.
         """
         self._after_step().write(states)
 
     def check_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise the errors of `write` for states that do not fit; change nothing, and do not wait for a step."""
+        """Raise the errors of `write` for ``states``, given as there, that do not fit; change nothing, and do not wait
+        for a step.
+        """
         self._inner.check_states(states)
 
     def restart(self, fragments: Collection[str]) -> None:
@@ -305,13 +308,16 @@ class DelayedUpdate:
 
     @property
     def plan(self) -> Mapping[str, int]:
-        """Return the bytes held from construction on, by the names of `OffloadedUpdate.plan`; the copy of the weights
-        counts as ``staging``.
+        """Return the bytes held from construction on: ``states``, ``ring`` (buffers in front of files), ``gradients``
+        (both sets) and ``staging`` (the copy of the weights) in host memory, ``nvme`` in files, ``device`` on the
+        device.
         """
         return self._with_own_bytes(self._inner.plan)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now by what holds them, with the names that `plan` has."""
+        """Return the bytes held now: ``states``, ``ring`` (buffers in front of files), ``gradients`` (both sets) and
+        ``staging`` (the copy of the weights) in host memory, ``nvme`` in files, ``device`` on the device.
+        """
         return self._with_own_bytes(self._inner.memory())
 
     def _with_own_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:

@@ -180,7 +180,7 @@ class ExactUpdate(OffloadedUpdate):
         self._usual, self._reductions = self._reductions or self._usual, {}
 
     def _collected_gradients(self) -> CollectedGradients:
-        """Return the collected gradients; OffloadError after `close`."""
+        """Return the object that collects the gradients; OffloadError after `close`."""
         self._check_open()
         return self._gradients
 
@@ -316,8 +316,8 @@ class ExactUpdate(OffloadedUpdate):
     # States
 
     def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
-        """`finish`, then return the steps taken by a fragment, and the dtype of each kind of state that it has, as
-        `OffloadedUpdate.held`.
+        """`finish`, then return the steps taken by a fragment, and the dtype of each kind of state that the tier holds
+        of it now. ShardError for an unknown fragment.
         """
         self.finish()
         return super().held(fragment)
@@ -346,7 +346,9 @@ class ExactUpdate(OffloadedUpdate):
         super().restart(fragments)
 
     def reset(self) -> None:
-        """Discard all states and step counts, as `OffloadedUpdate.reset`, and the error of an update that failed."""
+        """Discard all states and step counts, and the error of an update that failed; the next step starts from the
+        weights. Gradients stay.
+        """
         self._discard(self._speculations.begun)
         self._updates.settle()
         self._updates.forget_failure()
@@ -370,13 +372,15 @@ class ExactUpdate(OffloadedUpdate):
 
     @property
     def plan(self) -> Mapping[str, int]:
-        """Return the bytes held from construction on, by the names of `OffloadedUpdate.plan`; the journal counts as
-        ``staging``.
+        """Return the bytes held from construction on: ``states``, ``gradients`` and ``staging`` (with the journal) in
+        host memory, ``device`` on the device; ``ring`` and ``nvme`` are 0.
         """
         return self._with_own_bytes(super().plan)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now by what holds them, with the names that `plan` has."""
+        """Return the bytes held now: ``states``, ``gradients`` and ``staging`` (with the journal) in host memory,
+        ``device`` on the device; ``ring`` and ``nvme`` are 0.
+        """
         return self._with_own_bytes(super().memory())
 
     def _with_own_bytes(self, others: Mapping[str, int]) -> dict[str, int]:

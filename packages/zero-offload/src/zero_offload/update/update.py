@@ -101,8 +101,8 @@ class OffloadedUpdate:
 
     @staticmethod
     def supports(optimizer: OptimizerLike) -> bool:
-        """Return whether there is a kernel for an optimizer: a name ("AdamW", any case), a class, not a subclass of
-        it, or an object with no option that the kernel lacks.
+        """Return whether there is a kernel for an optimizer: a name ("AdamW", any case), a class (a subclass counts as
+        another class), or an object that sets no option that the kernel lacks.
         """
         return has_rule(optimizer)
 
@@ -225,17 +225,21 @@ class OffloadedUpdate:
             raise OffloadError("an earlier step failed in the middle; load a saved state first")
 
     def finish(self) -> bool:
-        """Return False: no step is running after `step` (compare `DelayedUpdate.finish`)."""
+        """Return False: a step has ended when `step` returns, so there is nothing to wait for (compare
+        `DelayedUpdate.finish`).
+        """
         return False
 
     def expect(self, grad_scale: float) -> None:
         """Do nothing: no update begins before its step (compare `ExactUpdate.expect`)."""
 
     def await_update(self, shard: str) -> None:
-        """Do nothing: no step is running after `step` (compare `ExactUpdate.await_update`)."""
+        """Do nothing: a step has ended when `step` returns (compare `ExactUpdate.await_update`, which waits for a
+        shard).
+        """
 
     def is_updating(self, shard: str) -> bool:
-        """Return False: no step is running after `step` (compare `ExactUpdate.is_updating`)."""
+        """Return False: a step has ended when `step` returns (compare `ExactUpdate.is_updating`)."""
         return False
 
     def half_written(self) -> str | None:
@@ -304,8 +308,8 @@ class OffloadedUpdate:
             yield fragment.name, as_values(fragment, state) if decoded else state
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the states of the fragments named: any of their kinds (1-D), and ``step``. A master given here counts
-        as equal to the current weights.
+        """Replace states of the fragments named. ``states``: for each fragment's name, tensors (1-D) by kind, and
+        ``step``. A master that is given counts as equal to the current weights.
 
         Kinds that are not given stay; if there are none yet, the next step makes the master from the weights, and
         moments start from their initial values. Any floating dtype is converted. ValueError names a state that does not
@@ -320,7 +324,9 @@ class OffloadedUpdate:
         self._failed = failed
 
     def check_states(self, states: Mapping[str, Mapping[str, Any]]) -> dict[KeptFragment, Mapping[str, Any]]:
-        """Return ``states`` by fragment; raise the errors of `write` for those that do not fit. Nothing is changed."""
+        """Return ``states``, given as for `write`, with the fragments themselves as keys; raise the errors of `write`
+        for those that do not fit. Nothing is changed.
+        """
         found = {self._fragment_named(name): state for name, state in states.items()}
         for fragment, state in found.items():
             check_state(self._rule, self._groups(), fragment, state)
@@ -383,7 +389,9 @@ class OffloadedUpdate:
         return self._parts.plan
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now by what holds them, with the names that `plan` has."""
+        """Return the bytes held now: ``states``, ``ring`` (buffers in front of files), ``gradients`` and ``staging`` in
+        host memory, ``nvme`` in files, ``device`` on the device.
+        """
         tier, gradients = self._parts.tier.memory(), self._parts.gradients.memory()
         return {
             "device": tier["device"] + gradients["device"],
@@ -415,7 +423,9 @@ class OffloadedUpdate:
         return wear_report(name, self)
 
     def flush(self) -> None:
-        """Block until all states and gradients are on their tiers; raise the first write that failed."""
+        """Block until all gradients have been collected and all states have reached their tier; raise the first write
+        that failed. OffloadError after `close`.
+        """
         self._check_open()
         self._parts.gradients.flush()
         self._parts.tier.flush()
