@@ -1,4 +1,6 @@
-"""The I/O engine."""
+"""The I/O engine, whose native part, in C++, is `_native.Engine`. A described buffer is memory as `_buffers` returns
+it: a flat memoryview of bytes, or (address, bytes, owner).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ _DIRECT: dict[Any, int] = {"auto": 0, False: 1, True: 2}
 
 
 class Engine:
-    """Moves bytes between memory and files on threads of its own; submitting only enqueues. Named as fio's I/O engines.
+    """Moves bytes between memory and files on threads of its own; submitting only enqueues. Named as fio names the part
+    of it that does this, an I/O engine.
 
     `backend`: "auto" (io_uring, else libaio, else threads; `probe()` says why), or one of "io_uring", "libaio",
     "threads", "null" by name. `queue_depth`: blocks in flight per progress thread (32). `block_bytes`: bytes per block,
@@ -256,8 +259,8 @@ class Engine:
         return self.submit_items(write, file, _buffers.describe_all(buffers, not write), offset, checksum)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
-        """Start a read, or with `write` a write, of buffers that `_buffers.describe` has described and that follow each
-        other in the file from `offset` (bytes) on; return the request. Internal. Errors as for `read`.
+        """Start a read, or with `write` a write, of described buffers that follow each other in the file from `offset`
+        (bytes) on; return the request. `checksum`: compute that of the bytes. Internal. Errors as for `read`.
         """
         native = self._native_file_for(file, write)
         require_offset(file.path, offset, sum(map(_buffers.nbytes_of, items)))

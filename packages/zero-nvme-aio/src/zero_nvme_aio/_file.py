@@ -1,4 +1,4 @@
-"""An open file."""
+"""An open file of an engine, whose native part, in C++, is in `_native`."""
 
 from __future__ import annotations
 

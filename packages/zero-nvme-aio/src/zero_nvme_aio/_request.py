@@ -1,4 +1,4 @@
-"""A transfer under way."""
+"""A transfer under way, carried out by the native part of an engine, in C++ (`_native`)."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def _run_tune(options: argparse.Namespace) -> None:
     with _progress("tune", MEASUREMENTS, in_bytes=False) as advance:
 
         def report(setting: Setting, read: Sample, write: Sample) -> None:
-            """Print a measured setting and its read and write speed."""
+            """Print a measured setting with its read and write speed, and advance the progress bar."""
             shape = f"block {setting.block_bytes >> 10:>5}K  depth {setting.queue_depth:>3}  threads {setting.threads}"
             print(f"{shape}  read {read.gb_per_s:6.2f} GB/s  write {write.gb_per_s:6.2f} GB/s")
             if advance is not None:

@@ -1,4 +1,6 @@
-"""An engine for dry runs that moves no bytes: files get their lengths, and every request ends at once."""
+"""An engine for dry runs that moves no bytes: files get their lengths, and every request ends at once. A described
+buffer is memory as `_buffers` returns it: a flat memoryview of bytes, or (address, bytes, owner).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The files of one generation: created, sealed, opened again, removed. A generation is what a store writes between two
-seals; a stripe is the number of a path, from 0.
+seals; a stripe is the number of a path, from 0. A described buffer is memory as `_buffers` returns it: a flat
+memoryview of bytes, or (address, bytes, owner).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Reads of covered ranges (bytes of a name that are current in one written range), verified on request."""
+"""Reads of covered ranges (bytes of a name that are current in one written range), verified on request. A described
+buffer is memory as `_buffers` returns it: a flat memoryview of bytes, or (address, bytes, owner).
+"""
 
 from __future__ import annotations
 

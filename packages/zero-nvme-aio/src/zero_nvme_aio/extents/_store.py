@@ -285,8 +285,8 @@ class ExtentStore:
         self.close(remove=False)
 
     def _open_generation(self) -> tuple[Allocator, GenerationFiles]:
-        """Return the allocator and the files of the open generation; the caller holds the lock. On the first call after
-        a seal they are made, with room for a header if names were declared.
+        """Return the allocator (which gives out file space) and the files of the open generation; the caller holds the
+        lock. On the first call after a seal they are made, with room for a header if names were declared.
         """
         if self._allocator is None:
             stripes = len(self._folders.paths)
@@ -312,9 +312,9 @@ class ExtentStore:
         return any(c.piece.generation == self._history.open_number for covered in self._live.values() for c in covered)
 
     def _carry_over(self, allocator: Allocator, files: GenerationFiles) -> None:
-        """Carry the current data of older generations over into the open one, by sharing blocks or by a copy; do
-        nothing if nothing was written since the last seal. If a path fails, begin again without it; raise the error if
-        no path is left.
+        """Carry the current data of older generations over into the open one, whose `allocator` and `files` these are,
+        by sharing blocks or by a copy; do nothing if nothing was written since the last seal. If a path fails, begin
+        again without it; raise the error if no path is left.
         """
         avoided: set[int] = set()
         while self._written_since_seal():
@@ -335,8 +335,8 @@ class ExtentStore:
             return
 
     def _end_generation(self, allocator: Allocator, files: GenerationFiles) -> tuple[list[WrittenRange], SealedIndex]:
-        """Complete the files of the open generation; return its ranges and its index, which is not written yet. Data
-        that it has on failed paths is first read back and written to the others.
+        """Complete the `files` of the open generation, whose space `allocator` has given out; return its ranges and its
+        index, which is not written yet. Data on failed paths is first read back and written to the others.
         """
         while True:
             open_ranges = [c for cs in self._live.values() for c in cs if c.piece.generation == files.generation]
@@ -369,7 +369,7 @@ class ExtentStore:
             )
 
     def _release_engines_and_locks(self) -> None:
-        """Close the engines that are not shared, and release the store's locks."""
+        """Close the engines that are the store's own, and release its locks."""
         for engine in self._own_engines:
             engine.close()
         self._folders.give_back()

@@ -30,8 +30,8 @@ class Move(Protocol):
 
 
 class PathRead:
-    """A read from number `stripe` of `paths` by the engine's `request`, used like that; its error names the path. While
-    it is waited for and the path does not answer for 30 seconds, users are told.
+    """A read from number `stripe` of `paths`, carried out by `request`, a request of the engine; used like one, but its
+    errors name the path. If the path does not answer for 30 seconds while the read is waited for, users are told.
     """
 
     __slots__ = ("_paths", "request", "stripe")

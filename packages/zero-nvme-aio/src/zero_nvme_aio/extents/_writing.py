@@ -1,5 +1,6 @@
 """Writes into the open generation of a store: each goes to the allocation it has there, or to another path if that one
-fails. A stripe is the number of a path, from 0.
+fails. A stripe is the number of a path, from 0. A described buffer is memory as `_buffers` returns it: a flat
+memoryview of bytes, or (address, bytes, owner).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Builds the parts of an update from its plans, after a check that they fit into the budget. A slice is the spans of
-fragments that are updated together.
+"""Builds the parts of an update from its plans, after a check that they fit into the budget. A span is consecutive
+elements of a fragment; a slice is the spans that are updated together.
 """
 
 from __future__ import annotations

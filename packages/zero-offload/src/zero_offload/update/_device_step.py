@@ -1,6 +1,7 @@
 """The arithmetic of torch's optimizer, over masters and moments of slices that stay on an accelerator, and of all
-slices where there is no kernel. A slice is the spans of fragments that are updated together; a kind is one tensor of
-state: ``master`` or a moment. Numbers are the 0-D states that an optimizer keeps of a fragment beside ``step``.
+slices where there is no kernel. A span is consecutive elements of a fragment; a slice is the spans that are updated
+together; a kind is one tensor of state: ``master`` or a moment. Numbers are the 0-D states that an optimizer keeps of a
+fragment beside ``step``.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class DeviceSteps:
         self._numbers = {}
 
     def commit(self) -> None:
-        """Store the numbers that this step has computed in the fragments (`KeptFragment.numbers`); called once all
-        slices have been updated.
+        """Set the ``numbers`` of each updated fragment to those of this step; call it once all slices have been
+        updated.
         """
         for fragment, numbers in self._numbers.items():
             fragment.numbers = numbers

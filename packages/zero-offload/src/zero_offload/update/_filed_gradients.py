@@ -1,6 +1,6 @@
-"""Gradients kept in files between backward and the step. A slice is the spans of fragments that are updated together;
-its index is its position in the list of slices. A pack is what one buffer holds: parts of extents that are read and
-written together.
+"""Gradients kept in files between backward and the step. A span is consecutive elements of a fragment; a slice is the
+spans that are updated together; its index is its position in the list of slices. A pack is what one buffer holds: parts
+of extents that are read and written together.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Gradients between backward and the step, kept by the caller or in host memory. A slice is the spans of fragments that
-are updated together; its index is its position in the list of slices.
+"""Gradients between backward and the step, kept by the caller or in host memory. A span is consecutive elements of a
+fragment; a slice is the spans that are updated together; its index is its position in the list of slices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Updates out of place: the new states and weights of a shard are computed beside the old ones, and replace them when
-it is known that they are right. A slice is the spans of fragments that are updated together; a kind is one tensor of
-state: ``master``, a moment, or the scales of an 8-bit moment.
+it is known that they are right. A span is consecutive elements of a fragment; a slice is the spans that are updated
+together; a kind is one tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tier of masters and moments in files.
 
-A slice is the spans of fragments that are updated together; its index is its position in the list of slices. A kind is
-one tensor of state: ``master``, a moment, or the scales of an 8-bit moment. A pack is what one buffer holds: parts of
-extents (named ranges of bytes in the files) that are read and written together.
+A span is consecutive elements of a fragment; a slice is the spans that are updated together; its index is its position
+in the list of slices. A kind is one tensor of state: ``master``, a moment, or the scales of an 8-bit moment. A pack is
+what one buffer holds: parts of extents (named ranges of bytes in the files) that are read and written together.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The optimizers that an update knows: the states that each keeps for a parameter, and the fused kernel, or the step of
-torch's optimizer, that updates the parameter.
+torch's optimizer, that updates the parameter. A batch is the operands of one kernel call, `KernelOperands`: the
+addresses of weights, gradients and states of several spans (consecutive elements of fragments).
 """
 
 from __future__ import annotations
@@ -107,8 +108,10 @@ def _common_arguments(batch: KernelOperands, group: Group) -> dict[str, Any]:
     return {**batch.common, "grad_scale": batch.common["grad_scale"] * _grad_sign(group), "out": batch.results}
 
 
-def _adam(batch: KernelOperands, group: Group) -> None:
-    """Update the spans of a batch by the kernel of Adam, or of AdamW if the group has ``decoupled_weight_decay``."""
+def _run_adam(batch: KernelOperands, group: Group) -> None:
+    """Update the weights and states of a batch by the kernel of Adam, or of AdamW if the parameter group has
+    ``decoupled_weight_decay``.
+    """
     adam_step(
         batch.params,
         batch.grads,
@@ -126,8 +129,8 @@ def _adam(batch: KernelOperands, group: Group) -> None:
     )
 
 
-def _sgd(batch: KernelOperands, group: Group) -> None:
-    """Update the spans of a batch by the kernel of SGD, with the options of ``group``."""
+def _run_sgd(batch: KernelOperands, group: Group) -> None:
+    """Update the weights and states of a batch by the kernel of SGD, with the options of the parameter group."""
     sgd_step(
         batch.params,
         batch.grads,
@@ -144,8 +147,8 @@ def _sgd(batch: KernelOperands, group: Group) -> None:
     )
 
 
-def _adagrad(batch: KernelOperands, group: Group) -> None:
-    """Update the spans of a batch by the kernel of Adagrad, with the options of ``group``."""
+def _run_adagrad(batch: KernelOperands, group: Group) -> None:
+    """Update the weights and states of a batch by the kernel of Adagrad, with the options of the parameter group."""
     common = _common_arguments(batch, group)
     if batch.results is not None:
         common["out"] = {name.replace("sum", "sum_sq"): found for name, found in batch.results.items()}
@@ -163,8 +166,8 @@ def _adagrad(batch: KernelOperands, group: Group) -> None:
     )
 
 
-def _lion(batch: KernelOperands, group: Group) -> None:
-    """Update the spans of a batch by the kernel of Lion, with the options of ``group``."""
+def _run_lion(batch: KernelOperands, group: Group) -> None:
+    """Update the weights and states of a batch by the kernel of Lion, with the options of the parameter group."""
     lion_step(
         batch.params,
         batch.grads,
@@ -185,24 +188,24 @@ def _zero_initial(group: Group) -> float:
 
 _REFUSED = ("amsgrad", "differentiable")
 _ADAM_MOMENTS = (("exp_avg", False), ("exp_avg_sq", True))
-_ADAM = Rule(torch.optim.Adam, lambda group: _ADAM_MOMENTS, _zero_initial, _adam, _REFUSED)
-_ADAMW = Rule(torch.optim.AdamW, lambda group: _ADAM_MOMENTS, _zero_initial, _adam, _REFUSED)
+_ADAM = Rule(torch.optim.Adam, lambda group: _ADAM_MOMENTS, _zero_initial, _run_adam, _REFUSED)
+_ADAMW = Rule(torch.optim.AdamW, lambda group: _ADAM_MOMENTS, _zero_initial, _run_adam, _REFUSED)
 _FUSED_ADAM, _FUSED_ADAMW = replace(_ADAM, fused=True), replace(_ADAMW, fused=True)
 _SGD = Rule(
     torch.optim.SGD,
     lambda group: (("momentum_buffer", False),) if group["momentum"] else (),
     _zero_initial,
-    _sgd,
+    _run_sgd,
     _REFUSED,
 )
 _ADAGRAD = Rule(
     torch.optim.Adagrad,
     lambda group: (("sum", True),),
     lambda group: float(group["initial_accumulator_value"]),
-    _adagrad,
+    _run_adagrad,
     _REFUSED,
 )
-_LION = Rule(CPULion, lambda group: (("exp_avg", False),), _zero_initial, _lion)
+_LION = Rule(CPULion, lambda group: (("exp_avg", False),), _zero_initial, _run_lion)
 
 _BY_NAME = {"adagrad": _ADAGRAD, "adam": _FUSED_ADAM, "adamw": _FUSED_ADAMW, "lion": _LION, "sgd": _SGD}
 _BY_CLASS: Sequence[tuple[type, Rule]] = (

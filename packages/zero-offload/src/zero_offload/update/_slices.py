@@ -1,7 +1,7 @@
 """Layout of the states of each fragment, and the cutting of fragments into slices: no memory, no files.
 
-A slice is the spans of fragments that are loaded, updated and stored together. A kind is one tensor of state of a
-fragment: ``master``, a moment, or the scales of an 8-bit moment.
+A span is consecutive elements of a fragment; a slice is the spans that are loaded, updated and stored together. A kind
+is one tensor of state of a fragment: ``master``, a moment, or the scales of an 8-bit moment.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Gradients of which a part stays on the accelerator, because its states do. A slice is the spans of fragments that are
-updated together; its index is its position in the list of slices.
+"""Gradients of which a part stays on the accelerator, because its states do. A span is consecutive elements of a
+fragment; a slice is the spans that are updated together; its index is its position in the list of slices.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Brings the gradients and weights of one slice at a time to the host, and the new weights back. A slice is the spans
-of fragments that are updated together.
+"""Brings the gradients and weights of one slice at a time to the host, and the new weights back. A span is consecutive
+elements of a fragment; a slice is the spans that are updated together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Masters and moments as plain tensors: read from the tier and written to it, slice by slice.
 
-A slice is the spans of fragments that are loaded together. A kind is one tensor of state: ``master``, a moment, or the
-scales of an 8-bit moment. A state maps kinds, and ``step``, to tensors.
+A span is consecutive elements of a fragment; a slice is the spans that are loaded together. A kind is one tensor of
+state: ``master``, a moment, or the scales of an 8-bit moment. A state maps kinds, and ``step``, to tensors.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""One step: stage each slice, run the fused kernel on it, send the weights back. A slice is the spans of fragments that
-are updated together; a kind is one tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
+"""One step: stage each slice, run the fused kernel on it, send the weights back. A span is consecutive elements of a
+fragment; a slice is the spans that are updated together; a kind is one tensor of state: ``master``, a moment, or the
+scales of an 8-bit moment.
 """
 
 from __future__ import annotations
@@ -152,12 +153,13 @@ def run_kernels(
     threads: int = 0,
 ) -> None:
     """Run the kernel of ``rule`` over the spans of a slice, one call for all spans that have the same options, step
-    number and dtypes; it writes new states in place and new weights to each span's ``out``.
+    number and dtypes; it writes new states in place and new weights to each staged span's ``out``.
 
-    ``groups``: the parameter groups, by number. ``tensors``: the states of every span of the slice, by kind. With
-    ``results``, tensors of the same sizes, the new states go there, and ``tensors`` are only read. ``grad_scale``
-    multiplies gradients. ``threads``: of a kernel; 0: as many as the kernels choose. States below float32 are rounded
-    stochastically by the element's position, so each of their spans gets a call of its own.
+    ``groups``: the parameter groups, by number. ``staged_spans``: the spans with their gradients and weights.
+    ``tensors``: the states of every span of the slice, by kind. With ``results``, tensors of the same sizes, the new
+    states go there, and ``tensors`` are only read. ``grad_scale`` multiplies gradients. ``threads``: of a kernel; 0: as
+    many as the kernels choose. States below float32 are rounded stochastically by the element's position, so each of
+    their spans gets a call of its own.
     """
     batches: dict[tuple[Any, ...], KernelOperands] = {}
     for staged_span in staged_spans:

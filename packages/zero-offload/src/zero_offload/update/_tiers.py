@@ -1,7 +1,7 @@
 """Tiers of masters and moments. A tier hands out one slice after the other and keeps what was changed.
 
-A slice is the spans of fragments that are updated together; its index is its position in the list of slices. A kind is
-one tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
+A span is consecutive elements of a fragment; a slice is the spans that are updated together; its index is its position
+in the list of slices. A kind is one tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class HostTier:
             position += kind.nbytes(span.length)
 
     def _set_own_tensors(self, own: list[list[SpanTensors]]) -> None:
-        """Set the tensors of this tier, given for each span of each slice, by kind; every `reset` comes back
-        to these.
+        """Set the tensors that this tier has allocated, by kind, for each span of each slice; every `reset` comes back
+        to them.
         """
         self._own, self._tensors = own, [list(tensors) for tensors in own]
 
@@ -132,8 +132,8 @@ class HostTier:
         return list(indices)
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Yield the slices with these indices in turn. The caller changes the tier's own tensors in place, so ``dirty``
-        makes no difference.
+        """Yield the slices with these indices in turn, as the tier's own tensors. Changes are made in place and stay,
+        so ``dirty`` makes no difference.
         """
         for index in indices:
             yield LoadedSlice(index, self._tensors[index])
