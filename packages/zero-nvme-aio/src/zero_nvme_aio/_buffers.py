@@ -23,7 +23,7 @@ _CPU, _CUDA_HOST, _ROCM_HOST = 1, 3, 11
 
 def describe_all(buffers: Any, writable: bool) -> list[Item]:
     """Return the description of each buffer; `buffers` is one buffer, or a list or tuple of them. `writable`: the
-    engine will write into them. Errors as in `describe`.
+    engine will write into them. InvalidBufferError says why a buffer cannot be used.
     """
     if isinstance(buffers, (list, tuple)):
         return [describe(buffer, writable) for buffer in buffers]

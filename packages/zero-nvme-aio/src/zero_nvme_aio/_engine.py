@@ -75,7 +75,8 @@ class Engine:
         faults: _native.FaultPlan | None,
     ) -> None:
         """Check the settings and start the native engine; the arguments before `faults` are those of the constructor.
-        `faults`: what goes wrong in transfers, for tests; None: nothing. Errors as in the class.
+        `faults`: what goes wrong in transfers, for tests; None: nothing. BackendUnavailableError when a backend named
+        does not run here, ValueError for numbers out of range.
         """
         self._tuned = queue_depth is None and block_bytes is None
         self._settings: dict[str, Any] = {
@@ -194,9 +195,10 @@ class Engine:
         """Start writing `data` to the file at `offset` (bytes) and return the request; the memory must not change until
         it has ended.
 
-        `data`: a C-contiguous buffer, or a list of them, written one after the other to one file range. `checksum` and
-        errors as for `read`. When the request is done, the device has the bytes, or the page cache of a buffered file;
-        only `sync` makes them survive a crash.
+        `data`: a C-contiguous buffer, or a list of them, written one after the other to one file range. `checksum`: the
+        request's `checksum` is that of the bytes; refused for accelerator tensors. Raises InvalidBufferError,
+        InvalidOffsetError, AccessError, ClosedError; the request raises later errors. When the request is done, the
+        device has the bytes, or the page cache of a buffered file; only `sync` makes them survive a crash.
         """
         return self._submit(True, file, data, offset, checksum)
 
@@ -251,7 +253,8 @@ class Engine:
 
     def _submit(self, write: bool, file: File, buffers: Any, offset: int, checksum: bool) -> Request:
         """Start a read, or with `write` a write, of one host buffer, a list of them, or one accelerator tensor, at
-        `offset` of the file (bytes); return the request. Errors as for `read`.
+        `offset` of the file (bytes); return the request. `checksum`: compute that of the bytes. InvalidBufferError,
+        InvalidOffsetError, AccessError or ClosedError if it cannot be started.
         """
         if _buffers.is_device_tensor(buffers):
             self._native_file_for(file, write)
@@ -260,7 +263,8 @@ class Engine:
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
         """Start a read, or with `write` a write, of described buffers that follow each other in the file from `offset`
-        (bytes) on; return the request. `checksum`: compute that of the bytes. Internal. Errors as for `read`.
+        (bytes) on; return the request. `checksum`: compute that of the bytes. Internal. InvalidBufferError,
+        InvalidOffsetError, AccessError or ClosedError if it cannot be started.
         """
         native = self._native_file_for(file, write)
         require_offset(file.path, offset, sum(map(_buffers.nbytes_of, items)))

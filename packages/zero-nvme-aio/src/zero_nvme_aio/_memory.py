@@ -91,8 +91,8 @@ class BufferPool:
             self._changed.notify()
 
     def borrow(self, timeout: float | None = None) -> _Borrowed:
-        """Return a context manager that takes a buffer, yields it, and gives it back after the block; `timeout`
-        (seconds) and errors as in `take`.
+        """Return a context manager that takes a buffer on entry, yields it, and gives it back on exit. On entry
+        WaitTimeoutError after `timeout` seconds (None: never), ClosedError once the pool is closed.
         """
         return _Borrowed(self, timeout)
 

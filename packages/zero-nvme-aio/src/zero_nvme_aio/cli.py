@@ -221,7 +221,8 @@ def _run_tune(options: argparse.Namespace) -> None:
 
 def _run_copy(options: argparse.Namespace) -> None:
     """Copy the options' source to their target through an engine; with `--verify` read the copy back and compare
-    checksums, and without `--no-sync` wait until it is on stable storage. Errors are those of `copy_file`.
+    checksums (ChecksumError), and without `--no-sync` wait until it is on stable storage. Raises the errors of the
+    engine.
     """
     from ._copy import copy_file
     from ._engine import Engine

@@ -42,7 +42,7 @@ class TensorForm(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the elements."""
+        """Return the bytes of a tensor of this form."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
     def over(self, memory: torch.Tensor) -> torch.Tensor:

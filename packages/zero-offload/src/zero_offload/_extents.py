@@ -163,7 +163,10 @@ def naming(tensor: str, action: str) -> Iterator[None]:
 
 
 def _shard_error_class(errors: Any, error: Exception) -> Callable[..., ShardError]:
-    """Return the exception class that stands for an error of the I/O library, whose module of errors is ``errors``."""
+    """Return the exception class for an error of the I/O library: ShardCorruptError for a wrong checksum or a file that
+    is too short, StoreFullError for a full disk or quota, ShardError for any other. ``errors``: the library's module of
+    errors.
+    """
     if isinstance(error, (errors.ChecksumError, errors.EndOfFileError)):
         return ShardCorruptError
     if isinstance(error, errors.NoSpaceError):

@@ -29,8 +29,8 @@ class TierEnds(Protocol):
     """Provides the tiers with host memory and I/O engines in place of the system."""
 
     def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
-        """Return ``nbytes`` of zeroed host memory as uint8. Called for every block that a tier allocates; ``use`` says
-        what the block is for.
+        """Return ``nbytes`` of zeroed host memory as a 1-D uint8 tensor. Called for every block that a tier allocates;
+        ``use`` says what the block is for.
         """
 
     def io_engine(self, given: Any) -> Any:

@@ -39,8 +39,9 @@ class Sealed:
         steps: Mapping[str, int],
         resident: frozenset[str],
     ) -> Sealed:
-        """Return the sealed state with these ``extents``, by name; ``generations`` are those that hold them, kept until
-        `release`. ``steps`` and ``resident`` as in the class.
+        """Return the sealed state with these ``extents``, by name; ``generations`` are those whose files hold them,
+        kept until `release`. ``steps``: the number of updates of each fragment. ``resident``: names with elements in
+        host memory.
         """
         return cls(
             extents=MappingProxyType({name: tuple(found) for name, found in extents.items()}),

@@ -96,7 +96,8 @@ def swap_paths(path: NvmePath) -> SwapPaths:
 
 def need_disk(budget: HostBudget, purpose: str, nbytes: int, path: NvmePath) -> None:
     """Add to ``budget`` a need for ``nbytes`` in the folders of ``path``, of each folder for its share, rounded up;
-    ``purpose`` names the need in messages. Do nothing for 0 bytes. Errors as of `swap_paths` and `SwapPaths.shares`.
+    ``purpose`` names the need in messages. Do nothing for 0 bytes. ValueError for an invalid path, OffloadError for a
+    folder whose speed cannot be measured.
     """
     if nbytes:
         paths = swap_paths(path)

@@ -152,7 +152,8 @@ def carried_bytes(
     live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
 ) -> int:
     """Return the bytes that sealing generation number `target` would copy now; bytes whose blocks are shared are not
-    copied. `live`: the covered ranges of every name; the other arguments are those of `Carrying`.
+    copied. `live`: the covered ranges of every name. `generations`: the files of each generation, by number.
+    `shares_blocks` tells of a stripe whether its files can share blocks.
     """
     return sum(
         covered.end - covered.begin
@@ -164,9 +165,9 @@ def carried_bytes(
 def _ranges_to_carry(
     live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
 ) -> Iterator[Covered]:
-    """Return the covered ranges of older generations that sealing generation number `target` carries over: all on paths
-    whose files can share blocks, and those of generations of whose files less than half is current. Arguments as in
-    `carried_bytes`.
+    """Return the covered ranges in `live` (by name) of older generations that sealing generation number `target`
+    carries over: all on stripes for which `shares_blocks` is true, and those of `generations` (files, by number) of
+    whose bytes less than half is current.
     """
     old = [c for covered in live.values() for c in covered if c.piece.generation != target]
     current: dict[int, int] = {}

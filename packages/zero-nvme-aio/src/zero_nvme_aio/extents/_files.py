@@ -247,8 +247,9 @@ class GenerationFiles:
         return self._engines[stripe]
 
     def submit(self, write: bool, stripe: int, items: list[Any], offset: int, checksum: bool) -> Request:
-        """Start a read, or with `write` a write, of described buffers (`_buffers.describe_all`), one after the other
-        from `offset` (bytes) of a stripe's file on; return the request. `checksum`: compute it. Errors as of `file`.
+        """Start a read, or with `write` a write, of described buffers, one after the other from `offset` (bytes) of a
+        stripe's file on; return the request. `checksum`: compute that of the bytes. OpenError if the file cannot be
+        opened, TransferError if there is no room for its header.
         """
         return self._engines[stripe].submit_items(write, self.file(stripe), items, offset, checksum)
 

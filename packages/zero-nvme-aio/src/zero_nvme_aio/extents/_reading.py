@@ -36,9 +36,9 @@ class Reading:
         self.checks: list[Callable[[], None]] = []
 
     def start(self, covered: Covered, items: list[Any]) -> Request | PathRead:
-        """Start reading one covered range into `items`, described buffers (`_buffers.describe_all`) of its size, and
-        return the request. With `verify`, and if a checksum is recorded, a function is added to `checks`, which must
-        run before the bytes are used.
+        """Start reading one covered range into `items`, described buffers of its size, and return the request. With
+        `verify`, and if a checksum is recorded, a function is added to `checks`, which must run before the bytes are
+        used.
         """
         piece = covered.piece
         files = self._generations[piece.generation]

@@ -45,8 +45,8 @@ class StoreRequest:
     def wait(self, timeout: float | None = None) -> int:
         """Block until all transfers have ended, run the checks, and return the bytes moved.
 
-        WaitTimeoutError after `timeout` seconds (None: never); ChecksumError for a verified read; else the first error
-        of a transfer, as for `Request.wait`, raised once all of them have ended.
+        WaitTimeoutError after `timeout` seconds (None: never); ChecksumError if a verified read finds changed bytes;
+        else the first error of a transfer, raised once all of them have ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         failure: OSError | None = None

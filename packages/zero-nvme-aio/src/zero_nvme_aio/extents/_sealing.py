@@ -183,8 +183,9 @@ def _build_headers(
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
 ) -> tuple[dict[int, bytes], dict[tuple[str, int], str]]:
-    """Return the safetensors header of each file, by stripe, and the entry name of each range, by (name, begin); both
-    empty if a name was not declared or a header does not fit into the `reserved` bytes. Arguments as in `seal_files`.
+    """Return (safetensors header of each file, by stripe; entry name of each range, by (name, begin)); both are empty
+    if a name was not declared or a header does not fit into the `reserved` bytes at the start of a file. `allocator`:
+    knows where each file ends. `pieces`: the ranges in the files. `declared`: (bytes, dtype) by name.
     """
     if reserved == 0 or any(piece.name not in declared for piece in pieces):
         return {}, {}

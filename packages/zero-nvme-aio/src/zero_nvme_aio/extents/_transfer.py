@@ -59,7 +59,7 @@ class PathRead:
 
     def wait(self, timeout: float | None = None) -> int:
         """Block until the transfer has ended and return the bytes moved; `timeout` is in seconds (None: without end).
-        Errors as of `Request.wait`.
+        WaitTimeoutError if it passes first, else the request's own error if it failed.
         """
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
@@ -119,7 +119,7 @@ class PathRead:
 
     def _is_restarted(self, failed: Request, error: AioError, *, block: bool) -> bool:
         """Return whether the transfer was started again after its request `failed` with `error`. Here always False:
-        what is on a path cannot be read from another.
+        what is on a path cannot be read from another. `block` makes a difference for writes only.
         """
         return False
 
@@ -154,7 +154,7 @@ class PathWrite(PathRead):
 
     def _is_restarted(self, failed: Request, error: AioError, *, block: bool) -> bool:
         """Return whether the write was started again after its request `failed` with `error`, by this call or by
-        another thread. `block`: as in `Move`.
+        another thread. Without `block`, return True also while another thread uses the store, which then decides.
         """
         move = self._move
         return failed is not self.request or (move is not None and move(self, failed, error, block=block))

@@ -83,8 +83,10 @@ class Writing:
         *,
         block: bool,
     ) -> bool:
-        """Start the failed write of a range again on another path; a `Move`, whose arguments and result the last four
-        arguments and the result are.
+        """Start the write of `piece` again on another path, after the request of `transfer` has `failed` with `error`,
+        and put the new request into `transfer`; do nothing if another thread has done that. Return whether the write
+        continues, so False if no path is left. Without `block`, also return True, having done nothing, while another
+        thread holds the store's lock.
         """
         if not self._lock.acquire(blocking=block):
             return True

@@ -258,9 +258,9 @@ def _make_gradients(
     pin: bool,
     trace: Trace | None,
 ) -> Gradients:
-    """Return the object that keeps the gradients, as ``where`` says: with the caller, in host memory (but on the
-    accelerator for the slices ``kept`` there), or in files. It allocates memory and opens files; the arguments are
-    those of its class.
+    """Return the object that keeps the gradients of ``shards``, as ``where`` says: with the caller, in host memory (but
+    on ``device`` for the slices ``kept`` there), or in files, with ``options``. It allocates memory, pinned with
+    ``pin``, and opens files; ``trace``, if not None, records its transfers.
     """
     if where == "caller":
         return CallerGradients(shards, slices)

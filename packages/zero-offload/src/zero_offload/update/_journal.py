@@ -31,7 +31,8 @@ def journal_bytes(
     shard: ShardPlan, rule: Rule, groups: Sequence[Mapping[str, Any]], state_dtype: torch.dtype | None
 ) -> int:
     """Return the bytes of host memory that a journal needs for the new states and weights of one shard. ``rule``: of
-    the optimizer; ``groups``: the parameter groups, by number; ``state_dtype``: of the moments, as in `TierOptions`.
+    the optimizer; ``groups``: the parameter groups, by number; ``state_dtype``: of the moments, None for that of the
+    update.
     """
     wanted = None if shard.dtype == torch.float64 else state_dtype
     states = sum(

@@ -231,7 +231,9 @@ def has_rule(optimizer: OptimizerLike) -> bool:
 
 
 def _rule_with_kernel(optimizer: OptimizerLike) -> Rule | None:
-    """Return the rule with a kernel for an optimizer, given as for `has_rule`; None if there is none."""
+    """Return the rule with a kernel for an optimizer (a name, a class or an object); None if there is none, also if an
+    object sets an option that the kernel lacks.
+    """
     if isinstance(optimizer, str):
         return _BY_NAME.get(optimizer.lower())
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -258,7 +260,9 @@ def find_rule(optimizer: OptimizerLike) -> Rule:
 
 
 def _rule_by_copies(optimizer: torch.optim.Optimizer) -> Rule:
-    """Return the rule by which copies of ``optimizer`` step. Raises the ValueError of `probe_states`."""
+    """Return the rule by which copies of ``optimizer`` step. ValueError if a tier cannot step it, which a probe with a
+    small tensor shows.
+    """
     probed: dict[tuple[tuple[str, bool], ...], ProbedStates] = {}
 
     def states(group: Group) -> ProbedStates:

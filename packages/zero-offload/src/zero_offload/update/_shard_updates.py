@@ -22,14 +22,14 @@ __all__ = ["ShardUpdates"]
 class ShardUpdates:
     """The updates of one step, of the shards ``by_shard`` (their fragments, by name), until all of them are written.
 
-    The new weights of a shard are the result that ``speculations`` computed in ``journal`` before the step, if that was
-    right; else ``update_in_place(shards, grad_scale, absent)`` computes them. ``lent`` takes the weights back when they
-    are written. ``copies`` copies results to an accelerator; ``thread`` runs what does not end within the step, and
-    ``trace``, if not None, records it. The first update that fails in the thread ends all that follow, and every later
-    wait raises its error until `forget_failure`.
+    The new weights of a shard are its result, which ``speculations`` has computed in ``journal`` before the step, if
+    that was right; else ``update_in_place(shards, grad_scale, absent)`` computes them. ``lent`` takes the weights back
+    when they are written. ``copies`` copies results to an accelerator; ``thread`` runs what does not end within the
+    step, and ``trace``, if not None, records it. The first update that fails in the thread ends all that follow, and
+    every later wait raises its error until `forget_failure`.
 
     Attributes:
-        copied: recorded behind the last copy of weights to an accelerator; None before the first.
+        copied: reached when the last copy of weights to an accelerator has ended; None before the first copy.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class ShardUpdates:
     def begin(
         self, weights: Mapping[str, torch.Tensor], right: Collection[str], grad_scale: float, absent: Collection[str]
     ) -> None:
-        """Begin a step's updates of the shards in ``weights`` (1-D, lent, by shard), in that order. Those that are read
-        at once or lie on an accelerator are written when this returns, the others by the thread.
+        """Begin a step's updates of the shards in ``weights`` (1-D, lent, by shard), in that order. Shards planned with
+        ``read_at_once`` and those on an accelerator are written when this returns, the others later, by the thread.
 
-        ``right``: the shards whose speculated result may be taken. ``absent``: the fragments that are not updated.
-        ``grad_scale`` multiplies the gradients of those that are computed now.
+        ``right``: the shards whose result from before the step may be taken. ``absent``: the fragments that are not
+        updated. ``grad_scale`` multiplies the gradients of shards that are computed now.
         """
         for shard in right:
             if not self._is_in_place(shard):

@@ -99,8 +99,9 @@ class Speculations:
         assumed: Assumed,
         events: Sequence[torch.Event | None],
     ) -> None:
-        """Wait for ``events``, then compute a shard's new states and weights in the journal; runs in the thread. The
-        arguments are those of `begin`.
+        """Wait for ``events``, the ends of copies that bring the inputs, then compute a shard's new states and weights
+        from ``gradient`` and ``assumed`` in the journal; runs in the thread. ``weights``: as they are now, if they are
+        updated in place, else None.
         """
         for event in events:
             if event is not None and not event.query():

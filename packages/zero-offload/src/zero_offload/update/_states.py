@@ -71,7 +71,8 @@ def read_states(
 
 def _read_span(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], *, stale: bool) -> None:
     """Copy those of a span's ``tensors``, by kind, that the tier holds into the fragment's ``state``, to which a tensor
-    for the whole fragment is added when a kind comes first. ``stale``: as in `read_states`.
+    for the whole fragment is added when a kind comes first. ``stale``: include a master that is out of date because the
+    weights were changed.
     """
     fragment = span.fragment
     for kind in fragment.kinds:

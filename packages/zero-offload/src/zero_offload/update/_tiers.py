@@ -232,8 +232,8 @@ class SplitTier:
         return rest + first if self._rest_first else first + rest
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Yield the slices with these indices in turn, as `Tier.visit`; successive indices on the same tier are one
-        visit of that tier.
+        """Yield the slices with these indices in turn, each valid until the next one is requested; with ``dirty`` the
+        tiers keep what the caller changes. Successive indices on the same tier are one visit of that tier.
         """
         for on_first, run in groupby(indices, lambda index: index < self._count):
             if on_first:
@@ -255,7 +255,9 @@ class SplitTier:
         self._rest.reset()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of both tiers together, by the names of `Tier.memory`."""
+        """Return the bytes of both tiers together, by what holds them: ``states``, ``ring``, ``nvme`` and
+        ``device``.
+        """
         first, rest = self._first.memory(), self._rest.memory()
         return {what: first[what] + rest[what] for what in first}
 
@@ -264,7 +266,9 @@ class SplitTier:
         return self._first.bytes_written() + self._rest.bytes_written()
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return the `Tier.path_use` of the first tier, which alone can have files."""
+        """Return, for each folder of the first tier, which alone can have files, the bytes written and read so far, its
+        speed and its state.
+        """
         return self._first.path_use()
 
     def flush(self) -> None:
@@ -277,13 +281,15 @@ class SplitTier:
         return self._first.carried_bytes()
 
     def seal(self, *, durable: bool) -> Generation | None:
-        """Seal the first tier, which alone can have files, as `Tier.seal`; return its generation, or None if it has no
-        files.
+        """End the current generation of the first tier's files and return it, None if that tier has no files; the other
+        tier never has any. With ``durable`` the generation survives a crash.
         """
         return self._first.seal(durable=durable)
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
-        """Return the extents of both tiers, as `Tier.extents`."""
+        """Return, for each ``<fragment>/<kind>`` of either tier, the extents (path, offset, bytes, checksum) that hold
+        it in files; what is in memory is left out.
+        """
         return {**self._first.extents(), **self._rest.extents()}
 
     def close(self) -> None:

@@ -108,8 +108,8 @@ class DelayedUpdate:
         self._sets[0].give_back(shard, dirty=True)
 
     def add_gradient(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Add a shard's gradient (1-D, on any device) to the sum for the next step; return that sum on its device, as
-        `OffloadedUpdate.add_gradient`. The tensor may be freed at once, but not written before `step`. ShardError if
+        """Add a shard's gradient (1-D, on any device) to the sum for the next step; return that sum on its device, in
+        1-D parts that follow each other. The tensor may be freed at once, but not written before `step`. ShardError if
         the shard is not updated here.
         """
         return self._sets[0].add(shard, gradient)
@@ -169,8 +169,9 @@ class DelayedUpdate:
         absent: Collection[str],
         gradients: Mapping[str, torch.Tensor],
     ) -> None:
-        """Wait for the copies of weights that end with the event ``copied`` (None: for nothing), then step; runs in the
-        update's own thread. The other arguments are those of `OffloadedUpdate.step`.
+        """Wait for the copies of weights that end with the event ``copied`` (None: for nothing), then step with
+        ``gradients`` (1-D, by shard) times ``grad_scale``, leaving out the fragments named in ``absent``; runs in the
+        update's own thread.
         """
         if copied is not None and not copied.query():
             copied.synchronize()
@@ -249,8 +250,10 @@ class DelayedUpdate:
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Wait for the running step; return an iterator of (fragment, state) for each fragment (of those named, or all)
-        that has any state. The arguments and the tensors in a state are those of `OffloadedUpdate.states`.
+        """Wait for the running step; return an iterator of (fragment's name, state) for each fragment (of those named,
+        or all) that has any state. A state has copies in host memory: tensors (1-D) by kind, and ``step``.
+        ``stale_masters``: include masters that are out of date because weights were changed; ``decoded``: 8-bit moments
+        as float32.
         """
         return self._after_step().states(fragments, stale_masters=stale_masters, decoded=decoded)
 
@@ -262,8 +265,8 @@ class DelayedUpdate:
         self._after_step().write(states)
 
     def check_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise the errors of `write` for ``states``, given as there, that do not fit; change nothing, and do not wait
-        for a step.
+        """Raise ValueError or ShardError for ``states`` that `write` would refuse; change nothing, and do not wait for
+        a step.
         """
         self._inner.check_states(states)
 
@@ -284,8 +287,9 @@ class DelayedUpdate:
         self._inner.reset()
 
     def seal(self, *, durable: bool = True) -> Sealed | None:
-        """`finish`, then make the files permanent, so that a checkpoint can link to them, as `OffloadedUpdate.seal`.
-        None if no state is in files.
+        """`finish`, then make the files permanent, so that a checkpoint can link to them, and return them; None if no
+        state is in files. ``durable`` false leaves syncing to `Sealed.make_durable`. BudgetError when the disk has no
+        room for new files.
         """
         self.finish()
         return self._after_step().seal(durable=durable)

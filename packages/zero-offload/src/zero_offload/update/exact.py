@@ -122,8 +122,9 @@ class ExactUpdate(OffloadedUpdate):
     # Gradients
 
     def borrow_gradient(self, shard: str) -> tuple[torch.Tensor, bool]:
-        """Return host memory (1-D) to reduce a shard's gradient into, as `OffloadedUpdate.borrow_gradient`, once the
-        shard's update of the step before has ended. What was computed from the gradient beforehand is discarded.
+        """Return host memory (1-D) to reduce a shard's gradient into, and whether it holds the sum of earlier
+        gradients; if not, its content is arbitrary. Waits for the shard's update of the step before; what was computed
+        from the gradient beforehand is discarded. ShardError for an unknown shard, OffloadError after `close`.
         """
         self._prepare_change(shard)
         return super().borrow_gradient(shard)
@@ -134,8 +135,9 @@ class ExactUpdate(OffloadedUpdate):
         self._speculate(shard)
 
     def add_gradient(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Add a shard's gradient to the sum and return the sum, as `OffloadedUpdate.add_gradient`; if the sum is
-        complete now, begin the shard's update.
+        """Add a shard's gradient (1-D, on any device) to the sum; return the sum on that device, in 1-D parts that
+        follow each other. If the sum is complete now, begin the shard's update. The tensor may be freed at once, but
+        not written before `flush` or the step. ShardError for an unknown shard.
         """
         self._prepare_change(shard)
         total = super().add_gradient(shard, gradient)
@@ -147,9 +149,9 @@ class ExactUpdate(OffloadedUpdate):
         return self._gradients.has(shard)
 
     def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
-        """Return a context manager that yields a shard's gradient in host memory, as `OffloadedUpdate.gradient`. With
-        ``dirty`` it waits, on entry, for an update that `step` has left running with the gradient, and discards what
-        was computed from it beforehand.
+        """Return a context manager that yields a shard's gradient in host memory (1-D), to be read or, with ``dirty``,
+        changed. With ``dirty`` it waits, on entry, for an update that `step` has left running with the gradient, and
+        discards what was computed from it beforehand. ShardError on entry if there is none.
         """
         return self._changed_gradient(shard) if dirty else super().gradient(shard)
 
@@ -233,7 +235,8 @@ class ExactUpdate(OffloadedUpdate):
         absent: Collection[str] = (),
         gradients: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Update every fragment whose shard has a gradient, as `OffloadedUpdate.step`; may return before that is done.
+        """Update every fragment whose shard has a gradient, except those named in ``absent``, with the gradients times
+        ``grad_scale``; may return before that is done.
 
         OffloadError, once, if the system could not provide memory for updates beforehand; the step may be tried again.
         ValueError if ``gradients`` are given, since they are collected, and for options of a group that cannot be
@@ -307,8 +310,8 @@ class ExactUpdate(OffloadedUpdate):
         return self._updates.failed_update() or super().half_written()
 
     def weights_changed(self, shard: str) -> None:
-        """Wait for the shard's update, then record that the shard's weights were changed from outside, as
-        `OffloadedUpdate.weights_changed`.
+        """Wait for the shard's update, then record that the shard's weights were changed from outside: the next step
+        replaces each master that does not round to its weight. ShardError for an unknown shard.
         """
         self._prepare_change(shard)
         super().weights_changed(shard)
@@ -325,22 +328,25 @@ class ExactUpdate(OffloadedUpdate):
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """`finish`, then return an iterator of (fragment, state), as `OffloadedUpdate.states`; results computed
-        beforehand are never among them.
+        """`finish`, then return an iterator of (fragment's name, state) for each fragment (of those named, or all) that
+        has any state; results computed beforehand are never among them. A state has copies in host memory: tensors
+        (1-D) by kind, and ``step``. ``stale_masters``: include masters that are out of date because weights were
+        changed; ``decoded``: 8-bit moments as float32.
         """
         self.finish()
         return super().states(fragments, stale_masters=stale_masters, decoded=decoded)
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """`finish`, discard what was computed beforehand, and replace states of the fragments named, as
-        `OffloadedUpdate.write`.
+        """`finish`, discard what was computed beforehand, and replace states of the fragments named. ``states``: for
+        each fragment's name its tensors by kind (1-D), and ``step``; kinds that are not given stay. ValueError names a
+        state that does not fit; nothing was changed then.
         """
         self._begin_writing()
         super().write(states)
 
     def restart(self, fragments: Collection[str]) -> None:
-        """`finish`, discard what was computed beforehand, and reset the moments and step counts of the fragments named,
-        as `OffloadedUpdate.restart`.
+        """`finish`, discard what was computed beforehand, and reset the moments and step counts of the fragments named;
+        their masters stay. ShardError for an unknown fragment; none is reset then.
         """
         self._begin_writing()
         super().restart(fragments)

@@ -118,8 +118,9 @@ class OffloadedUpdate:
         return self._collected_gradients().borrow(shard)
 
     def give_back_gradient(self, shard: str) -> None:
-        """Take over the gradient in the memory that `borrow_gradient` returned: the shard has a gradient from now on.
-        The caller must not use the memory any more. Errors as in `borrow_gradient`.
+        """Take over the gradient in the memory that `borrow_gradient` returned, which the caller must not use any more:
+        the shard has a gradient from now on. ShardError if the shard is not updated here; OffloadError if the caller
+        keeps the gradients, or after `close`.
         """
         self._collected_gradients().give_back(shard, dirty=True)
 
@@ -127,8 +128,8 @@ class OffloadedUpdate:
         """Add a shard's gradient (1-D, on any device) to the sum of earlier ones. Return the sum on that device, in 1-D
         parts that follow each other, valid for work that is queued before the next gradient of the shard.
 
-        The tensor may be freed at once, but must not be written to before `flush` or the step. Errors as in
-        `borrow_gradient`.
+        The tensor may be freed at once, but must not be written to before `flush` or the step. ShardError if the shard
+        is not updated here; OffloadError if the caller keeps the gradients, or after `close`.
         """
         return self._collected_gradients().add(shard, gradient)
 
