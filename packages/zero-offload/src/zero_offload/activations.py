@@ -180,8 +180,8 @@ class offload_activations:
         return _Packed(tensor, self._move(tensor) if self._moves and self._is_movable(tensor) else None)
 
     def _move(self, tensor: torch.Tensor) -> _Saved:
-        """Start moving a tensor to the tier and return the record of it; if the same tensor was saved in this forward
-        pass already, return the record of then.
+        """Start moving a tensor to the tier and return the object that represents it there; if the same tensor was
+        saved in this forward pass already, return the object made then.
         """
         storage = tensor.untyped_storage()
         place = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

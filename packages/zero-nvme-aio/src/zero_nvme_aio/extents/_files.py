@@ -291,8 +291,8 @@ class GenerationFiles:
         return dict(self._files)
 
     def reopen_sealed(self) -> None:
-        """Open all files anew for reading, in place of the writable ones; those stay open until whoever has got them
-        from `opened` closes them.
+        """Open all files anew for reading, in place of the writable ones, which stay open until a caller that has taken
+        them from `opened` closes them.
         """
         written, self._files = self._files, {}
         self.open_sealed(sorted(written))

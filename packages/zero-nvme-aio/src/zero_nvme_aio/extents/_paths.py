@@ -314,7 +314,9 @@ class StorePaths:
             self._tell(text)
 
     def path_use(self) -> tuple[PathUse, ...]:
-        """Return what was done with each path so far, by stripe."""
+        """Return a `PathUse` for each path, by stripe: its folder, name, share and state, and the bytes and speed of
+        its transfers so far.
+        """
         for path in self._paths:
             path.count_ended()
         total = sum(self._paths[stripe].weight for stripe in self._usable())

@@ -252,7 +252,9 @@ class ExtentStore:
         return sorted(self._folders.former)
 
     def path_use(self) -> tuple[PathUse, ...]:
-        """Return what was done with each path so far: bytes, speed, and its share of the bytes written from now on."""
+        """Return a `PathUse` for each path, in order: its folder, name and state, the bytes written and read so far,
+        its speed, and its share of the bytes written from now on.
+        """
         with self._lock:
             return self._paths.path_use()
 

@@ -55,7 +55,8 @@ class DeviceSteps:
         """Update the spans of one slice and write their new weights. ``groups``: the parameter groups, by number.
         ``staged_spans``: the spans that have a gradient, with gradients and weights. ``tensors``: the states of every
         span of the slice, by kind, updated in place. ``grad_scale`` multiplies gradients, which are not changed.
-        OffloadError for states that the optimizer needs and the fragment lacks, or keeps and the tier has no room for.
+        OffloadError if the optimizer needs a state that was not loaded, or has begun to keep one that the tier has no
+        room for.
         """
         by_group: dict[int, list[StagedSpan]] = {}
         for staged_span in staged_spans:
