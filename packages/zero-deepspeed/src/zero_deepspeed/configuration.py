@@ -47,8 +47,8 @@ class DeepSpeedZeroConfig:
 class DeepSpeedConfig:
     """A configuration, resolved as `initialize` does; its values are attributes, as in `zero_core.Config`.
 
-    ``config``: as for `initialize`. ``mpu`` and ``mesh_device`` have no effect: batch sizes are for all ranks, by
-    torch.distributed or else WORLD_SIZE. Raises `ConfigError`.
+    ``config``: a dict, the path of a JSON file, or urlsafe base64 of JSON text. ``mpu`` and ``mesh_device`` have no
+    effect: batch sizes are for all ranks, by torch.distributed or else WORLD_SIZE. Raises `ConfigError`.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:

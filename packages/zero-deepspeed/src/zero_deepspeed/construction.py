@@ -173,8 +173,8 @@ class Init:
         add_names(self._alive(), self._shards)
 
     def _cast_and_name(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Cast floating parameters to the dtype, in place (of sharded ones this rank's shard), and make those of class
-        `nn.Parameter` `ZeroParameter`s.
+        """Cast floating ``parameters`` to the context's dtype in place, of a sharded one this rank's shard, and give
+        DeepSpeed's attributes to those of class `nn.Parameter`, whose class becomes `ZeroParameter`.
         """
         for parameter in parameters:
             if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:

@@ -107,7 +107,8 @@ class DeepSpeedEngine(DelegatedNames):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Count the micro-batch and, at the accumulation boundary, update the weights, by `Engine.step` with its
         arguments; collective then. Raises `StageError` inside `no_sync` and `coalesce_grad_reduction`, where gradients
-        are not those of all ranks yet, and what `Engine.step` raises."""
+        are not those of all ranks yet, and `NonFiniteGradientError` on every rank for a gradient that is not finite
+        where no loss scale is in use."""
         self._refuse_in_block("step")
         self.zero_engine.step(*args, **kwargs)
 
@@ -222,7 +223,7 @@ class DeepSpeedEngine(DelegatedNames):
 
         If ranks pass different folders or tags, those of the first rank count, with a warning on the others. Different
         tags raise `TagError` on every rank if `checkpoint.tag_validation` is "Fail", and are not warned of if it is
-        "Ignore". Raises as `Engine.save_checkpoint`.
+        "Ignore". Raises on every rank: `zero_ckpt.CheckpointError`, inside an accumulation `UsageError`.
         """
         folder, tag = agreed_place(self.zero_engine, "save_checkpoint", save_dir, tag)
         return self.zero_engine.save_checkpoint(folder, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -243,7 +244,8 @@ class DeepSpeedEngine(DelegatedNames):
         Without a ``tag``, the file `latest` in the folder names it, or else the file `latest_universal`, which comes
         first under `checkpoint.load_universal`. If the folder has neither file, the newest complete checkpoint is
         loaded, with a warning (DeepSpeed loads nothing then); if it has no checkpoint, ``(None, None)`` is returned,
-        with a warning. If ranks pass different folders or tags, `save_checkpoint` says which count.
+        with a warning. If ranks pass different folders or tags, those of the first rank count, as for
+        `save_checkpoint`.
 
         ``load_module_strict``: false loads what fits by name. ``load_module_only``: load only weights.
         ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of the match by name. Raises
@@ -338,7 +340,7 @@ class DeepSpeedEngine(DelegatedNames):
         return self.sharded_optimizer is not None and isinstance(self.sharded_optimizer.loss_scale, DynamicLossScale)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of parameters and of accumulated gradients."""
+        """Return (dtype of the parameters, dtype in which gradients are accumulated)."""
         precision = self.zero_engine.training_state.precision
         return precision.param_dtype, precision.accumulate_dtype
 

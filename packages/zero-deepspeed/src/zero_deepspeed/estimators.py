@@ -12,7 +12,7 @@ def zero2_live(
 ) -> None:
     """Print a table of the memory of a GPU and of a node's host that stage 2 needs to train ``model``, with and without
     offload, on ``num_gpus_per_node`` times ``num_nodes`` ranks. ``additional_buffer_factor`` multiplies the host
-    memory, for buffers. Raises `PlanError` as `zero_plan.estimate_zero2_live`."""
+    memory, for buffers. Raises `PlanError` for a model without parameters and for counts below 1."""
     print(
         estimate_zero2_live(
             model, gpus_per_node=num_gpus_per_node, nodes=num_nodes, additional_buffer_factor=additional_buffer_factor
@@ -23,8 +23,9 @@ def zero2_live(
 def zero2_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the table of `zero2_live` for a model of ``total_params`` parameters (elements); the other arguments and
-    errors are as there."""
+    """Print the memory of a GPU and of a node's host that stage 2 needs to train a model of ``total_params`` parameters
+    (elements), on ``num_gpus_per_node`` times ``num_nodes`` ranks. ``additional_buffer_factor`` multiplies the host
+    memory. Raises `PlanError` for counts below 1."""
     print(
         estimate_zero2(
             int(total_params),
@@ -38,8 +39,9 @@ def zero2_cold(
 def zero3_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print a table of the memory of a GPU and of a node's host that stage 3 needs to train ``model``; the other
-    arguments and errors are as for `zero2_live`."""
+    """Print a table of the memory of a GPU and of a node's host that stage 3 needs to train ``model``, with and without
+    offload, on ``num_gpus_per_node`` times ``num_nodes`` ranks. ``additional_buffer_factor`` multiplies the host
+    memory. Raises `PlanError` for a model without parameters and for counts below 1."""
     print(
         estimate_zero3_live(
             model, gpus_per_node=num_gpus_per_node, nodes=num_nodes, additional_buffer_factor=additional_buffer_factor
@@ -54,8 +56,9 @@ def zero3_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the table of `zero3_live` for a model of ``total_params`` parameters (elements), of which the largest layer
-    has ``largest_layer_params``; the other arguments and errors are as there.
+    """Print the memory of a GPU and of a node's host that stage 3 needs to train a model of ``total_params`` parameters
+    (elements), of which the largest layer has ``largest_layer_params``, on ``num_gpus_per_node`` times ``num_nodes``
+    ranks. ``additional_buffer_factor`` multiplies the host memory. Raises `PlanError` for counts below 1.
     """
     print(
         estimate_zero3(

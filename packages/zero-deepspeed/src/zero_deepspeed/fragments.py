@@ -111,21 +111,21 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return a copy of this rank's fragment of the averaged gradient, 1-D; None before there is a gradient, empty if
-    this rank has no fragment. Raises as `safe_get_local_fp32_param`."""
+    this rank has no fragment. Raises `UsageError` below stage 3, and for a parameter that no engine shards."""
     return _read_fragment(param, lambda fragment: fragment.gradient())
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of this rank's fragment of an optimizer state such as `exp_avg`, 1-D; None if there is none (yet),
-    empty if this rank has no fragment. Raises as `safe_get_local_fp32_param`."""
+    empty if this rank has no fragment. Raises `UsageError` below stage 3, and for a parameter that no engine shards."""
     return _read_fragment(param, lambda fragment: fragment.state(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's fragment of the parameter, its master included; do nothing if this rank has none.
 
-    ``value``: any shape with the fragment's number of elements, else `UsageError`. Raises as
-    `safe_get_local_fp32_param`.
+    ``value``: of the fragment's number of elements, in any shape. Raises `UsageError` for another number, below stage
+    3, and for a parameter that no engine shards.
     """
     for fragment in _local_fragments(param):
         fragment.set_master(value)
@@ -134,7 +134,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's fragment of the averaged gradient until the next step; do nothing if this rank has none.
 
-    ``value``: as in `safe_set_local_fp32_param`. Raises as there, and `UsageError` before there is a gradient.
+    ``value``: of the fragment's number of elements, in any shape. Raises `UsageError` for another number, below stage
+    3, for a parameter that no engine shards, and before there is a gradient.
     """
     for fragment in _local_fragments(param):
         fragment.set_gradient(value)
@@ -143,7 +144,8 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace this rank's fragment of an optimizer state; do nothing if this rank has none.
 
-    ``value``: as in `safe_set_local_fp32_param`. Raises as there, and `UsageError` before there is such a state.
+    ``value``: of the fragment's number of elements, in any shape. Raises `UsageError` for another number, below stage
+    3, for a parameter that no engine shards, and before there is a state of that name.
     """
     for fragment in _local_fragments(param):
         fragment.set_state(optim_state_key, value)
@@ -282,7 +284,8 @@ def _local_fragments(param: nn.Parameter) -> Iterator[_LocalFragment]:
 
 def _read_fragment(param: nn.Parameter, read: Callable[[_LocalFragment], torch.Tensor | None]) -> torch.Tensor | None:
     """Return the result of ``read`` for this rank's fragment, None included; an empty tensor of the parameter's dtype
-    if this rank has none. Not collective. Raises as `_local_fragments`."""
+    if this rank has none. Not collective. Raises `UsageError` below stage 3, for a parameter that no engine has, and
+    for a replicated one."""
     for fragment in _local_fragments(param):
         return read(fragment)
     return param.new_empty(0)
@@ -297,8 +300,8 @@ def _owner(param: nn.Parameter) -> Partition:
 
 
 def _is_trained(owner: Partition, param: nn.Parameter) -> bool:
-    """Return whether the optimizer updates a parameter: one in a unit if the unit is trained, a replicated one if it
-    requires a gradient.
+    """Return whether the optimizer updates ``param``: a parameter in a unit if the unit is trained, a replicated one if
+    it requires a gradient. ``owner``: the partition that has it.
     """
     found = owner.find(param)
     return param.requires_grad if found is None else found[0].plan.trainable

@@ -60,30 +60,34 @@ def get_data_parallel_group() -> dist.ProcessGroup:
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of ranks in `get_data_parallel_group`. Raises as that does."""
+    """Return the number of ranks in `get_data_parallel_group`. Raises `UsageError` before torch.distributed is
+    initialised."""
     return dist.get_world_size(get_data_parallel_group())
 
 
 def get_data_parallel_rank() -> int:
-    """Return this process's rank in `get_data_parallel_group`. Raises as that does."""
+    """Return this process's rank in `get_data_parallel_group`. Raises `UsageError` before torch.distributed is
+    initialised."""
     return dist.get_rank(get_data_parallel_group())
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
     """Return the group over which states are sharded: that of data times sequence if the mpu has one, else
-    `get_data_parallel_group`. Raises as that does."""
+    `get_data_parallel_group`. Raises `UsageError` before torch.distributed is initialised."""
     ask = getattr(registered_mpu(), "get_sequence_data_parallel_group", get_data_parallel_group)
     group: dist.ProcessGroup = ask()
     return group
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """Return the number of ranks in `get_sequence_data_parallel_group`. Raises as that does."""
+    """Return the number of ranks in `get_sequence_data_parallel_group`. Raises `UsageError` before torch.distributed is
+    initialised."""
     return dist.get_world_size(get_sequence_data_parallel_group())
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """Return this process's rank in `get_sequence_data_parallel_group`. Raises as that does."""
+    """Return this process's rank in `get_sequence_data_parallel_group`. Raises `UsageError` before torch.distributed is
+    initialised."""
     return dist.get_rank(get_sequence_data_parallel_group())
 
 

@@ -136,8 +136,11 @@ def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, *options: Any, **named: Any) -> None:
-    """Configure activation checkpointing by `zero_core.checkpointing.configure`, which explains all arguments.
+    """Set how activation checkpointing stores the inputs of segments from now on, by
+    `zero_core.checkpointing.configure`.
 
-    ``deepspeed_config``: a dict or the path of a JSON file.
+    ``mpu_``: an object with ``get_model_parallel_group()``, for partitioned activations. ``deepspeed_config``: a dict
+    or the path of a JSON file, whose section `activation_checkpointing` is used; ``options`` and ``named`` replace its
+    keys, as that function names them. Raises `ConfigError` or `UsageError`.
     """
     checkpointing.configure(mpu_, deepspeed_config, *options, **named)

@@ -56,7 +56,8 @@ def parse_resource_filter(
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
     """Return host -> slots of the hosts in ``resource_pool`` (host -> number of slots) that the filters leave.
 
-    The filters, and errors, are as in `parse_resource_filter`.
+    ``inclusion`` names the slots to keep, ``exclusion`` those to leave out, as `host[:slot,slot...]`, several joined by
+    `@`; at most one of them is not empty. Raises ValueError for both, another form, and an unknown host or slot.
     """
     return parse_resource_filter(
         {host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion
@@ -73,8 +74,8 @@ def parse_range_list(range_str: str) -> list[int]:
 
 
 def _named_slots(host_info: Mapping[str, list[int]], text: str) -> dict[str, set[int]]:
-    """Return host -> slots that the filter ``text`` names, of ``host_info`` (host -> its slots). Form and errors are as
-    in `parse_resource_filter`."""
+    """Return host -> slots that the filter ``text`` names, `host[:slot,slot...]` or several joined by `@`, of
+    ``host_info`` (host -> its slots). Raises ValueError for another form, and an unknown host or slot."""
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
         host, colon, slots = part.partition(":")

@@ -52,8 +52,11 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[LeafChoice], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Make modules of these classes (or class names) no leaf modules any more; return them. Call it before
-    `initialize`. Raises as `set_z3_leaf_modules`."""
+    """Make the modules in ``model`` of these classes (or class names) no leaf modules any more; return them. Call it
+    before `initialize`.
+
+    Raises `UsageError` if there is none and ``raise_if_not_found``, and for anything but classes and names.
+    """
     return _set_leaves_by_class(model, list(leaf_module_classes), False, raise_if_not_found)
 
 
@@ -76,7 +79,8 @@ def set_z3_leaf_modules_by_suffix(
     """Make modules whose full names end with one of the suffixes leaf modules; return them, and the suffixes that match
     none.
 
-    The other arguments, and errors, are as in `set_z3_leaf_modules_by_name`.
+    ``flag``: false to make them no leaf modules any more. Raises `UsageError` if a suffix matches none and
+    ``raise_if_not_found``. Call it before `initialize`.
     """
 
     def ending(suffix: str) -> list[nn.Module]:
@@ -105,7 +109,7 @@ def _set_leaves_by_name(
 
 def _set_leaves_by_class(model: nn.Module, classes: list[Any], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
     """Make the modules of these classes or class names leaf modules, or with a false ``flag`` none any more; return
-    them. Raises as `set_z3_leaf_modules`."""
+    them. Raises `UsageError` if there is none and ``raise_if_not_found``, and for anything but classes and names."""
     for choice in classes:
         if not isinstance(choice, (str, type)):
             raise UsageError(f"leaf_module_classes: expected classes or their names, got {choice!r}")

@@ -26,7 +26,8 @@ class UlyssesMpu:
     and spreads the model that `initialize` gets.
 
     ``groups``, also an attribute: the groups whose methods it has. ``attention``: the name in Transformers of the
-    attention to compute; None for the model's. ``disable_in_eval``: see `register_with_transformers`.
+    attention to compute; None for the model's. ``disable_in_eval``: a model in eval mode computes what it is given,
+    without its peers.
     """
 
     def __init__(self, groups: SequenceGroups, attention: str | None, disable_in_eval: bool) -> None:

@@ -109,12 +109,12 @@ def _read_file(path: Path) -> dict[str, Any]:
             problem = Problem(str(path), "expected JSON", str(refused.__cause__), action=action)
             raise ConfigError(problem) from refused
         try:
-            return read(hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_object, path)))
+            return read(hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_dict_of_pairs, path)))
         except hjson.HjsonDecodeError:
             raise refused from None
 
 
-def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_of_pairs(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the (key, value) ``pairs`` of an object in the file ``path`` as a dict. Raises `ConfigError` if a key
     comes twice."""
     counts = Counter(key for key, _ in pairs)
@@ -127,7 +127,7 @@ def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _dialect_defaults(data: Mapping[str, Any], sequence: int) -> dict[str, tuple[Any, str]]:
     """Return DeepSpeed's defaults that differ from ours for the configuration ``data``, in the form that `Config.load`
-    takes: path of the key -> (value, reason). ``sequence``: see `load_config`."""
+    takes: path of the key -> (value, reason). ``sequence``: the ranks that share a sequence, as the mpu says."""
     found: dict[str, tuple[Any, str]] = {"gradient_clipping": (1.0, _CLIPPING)}
     if sequence > 1:
         found["sequence_parallel_size"] = (sequence, "by the mpu")

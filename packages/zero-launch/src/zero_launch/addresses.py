@@ -9,7 +9,8 @@ from zero_launch.spec import ClusterSpec
 
 
 class Addresses:
-    """The addresses of one job that the launcher knows, as ``spec`` and the hosts' hellos name them."""
+    """The addresses of one job that the launcher knows, as ``spec`` and the hosts' hellos (first messages) name
+    them."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
@@ -17,8 +18,8 @@ class Addresses:
         """The address at which this process listens for nodes that connect by themselves; empty while it does not."""
 
     def of_launcher(self) -> str:
-        """Return the address at which this process is to listen for nodes that connect by themselves: the one that the
-        job names to bind to, else its master address, else the loopback address."""
+        """Return the address at which this process is to listen for nodes that connect by themselves: the job's bind
+        address (`--bind_addr`), else its master address, else the loopback address."""
         return self._spec.bind_address or self._spec.master_address or LOOPBACK
 
     def of_local_host(self, peer: Peer) -> str:

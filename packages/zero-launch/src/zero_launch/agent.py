@@ -40,7 +40,7 @@ class Agent(LocalElasticAgent):
     ``spec``: torch's description of the ranks. ``files``: the folders of their files. ``job_id``: of the job on this
     host. ``grace_seconds``: how long ranks may take to end once the job is to stop. ``sinks``: where the ranks' stdout
     and stderr go, ``colours``: whether with colours (default: the terminal). ``host``: its name in reports.
-    ``stopped_seconds``: how long a rank may be stopped (SIGSTOP) before it is named. ``quiet``: print no remarks.
+    ``stopped_seconds``: how long a rank may be stopped (SIGSTOP) before that is reported. ``quiet``: no remarks.
     ``started``: called with rank -> pid when an attempt's ranks are started. ``ranks_now``: returns the number of ranks
     of the next attempt. ``own_signals``: signals whose handlers stay as they are when ranks start.
     """

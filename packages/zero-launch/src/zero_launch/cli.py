@@ -39,8 +39,9 @@ _DEFAULT_HOSTFILE = Path("/job/hostfile")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; errors are printed, not raised.
 
-    It is 0; the first failing rank's; 1 when hosts or nodes cannot be reached, or the launcher's own work fails; 2 for
-    a wrong command line or a missing file; 75 for a job that saved and left (`--requeue`); 128 plus a signal's number.
+    The status is 0 for success; that of the first rank that failed; 1 when hosts or nodes cannot be reached, or the
+    launcher's own work fails; 2 for a wrong command line or a missing file; 75 for a job that saved and left
+    (`--requeue`); 128 plus the number of a signal that ended the job.
     ``argv``: the words after the command's name; None takes those of `sys.argv`, and has torch imported without the
     garbage collector. Words that argparse refuses, and `--help`, raise SystemExit.
     """
@@ -117,7 +118,8 @@ def _recording_failures(folder: str | None) -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> None:
     """Run the job that the options describe to its end: on this machine, as one node of several, on the chosen hosts,
-    or by srun or mpirun, which replaces this process. Raises as `launch` and `launch_cluster` do."""
+    or by srun or mpirun, which replaces this process. Raises LaunchError if the job fails, LeftEarly if its ranks saved
+    and left, and ValueError or FileNotFoundError if it cannot begin as described."""
     node = _node(options)
     if options.launcher == "slurm":
         _become(srun_command(_job(options, _ranks(options)), _node_count(options)[1], [], _arguments(options)))
@@ -308,7 +310,8 @@ def _elastic(options: argparse.Namespace) -> tuple[int, int] | None:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    """Return the number of ranks that `--nproc` means, without it as for `auto`. Raises as `ranks_for` does."""
+    """Return the number of ranks that `--nproc` means; without the option one per accelerator, at least 1. Raises
+    ValueError for anything but a number or `auto`."""
     return ranks_for(options.nproc or "auto")
 
 

@@ -57,8 +57,9 @@ def connect(
 
 
 def _try_once(address: str, port: int, token: str, about: Mapping[str, Any]) -> Connection:
-    """Connect to the launcher once and do the handshake; return the connection. The arguments are those of `connect`.
-    Raises OSError if there is no connection, ValueError for no proper answer, and `Refused`."""
+    """Try once to connect to the launcher at ``address`` and ``port`` and to do the handshake with the job's ``token``;
+    return the connection. ``about``: what this host says of itself. Raises OSError if there is no connection,
+    ValueError for no proper answer, and `Refused` if the launcher does not let this host take part."""
     connection = socket.create_connection((address, port), timeout=_TRY_SECONDS)
     try:
         reader, writer = connection.makefile("rb"), connection.makefile("wb")

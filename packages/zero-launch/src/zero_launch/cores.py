@@ -93,8 +93,8 @@ def _equal_groups(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
 
 
 def _numa_nodes(system: Path) -> list[list[int]]:
-    """Return the cores of each NUMA node, in the nodes' order; empty where the kernel names none. ``system``: as in
-    `bindings`."""
+    """Return the cores of each NUMA node, in the nodes' order; empty where the kernel names none. ``system``: the
+    kernel's folder /sys/devices/system."""
     folders = sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:]))
     texts = [(folder / "cpulist").read_text().strip() for folder in folders]
     return [parse_cores(text) for text in texts if text]
@@ -102,7 +102,7 @@ def _numa_nodes(system: Path) -> list[list[int]]:
 
 def _siblings(core: int, system: Path) -> list[int]:
     """Return the hyperthreads of ``core``'s physical core in the kernel's order, as a sorting key; ``core`` alone if
-    the kernel does not say. ``system``: as in `bindings`."""
+    the kernel does not say. ``system``: the kernel's folder /sys/devices/system."""
     try:
         return parse_cores((system / f"cpu/cpu{core}/topology/thread_siblings_list").read_text().strip())
     except OSError:

@@ -39,9 +39,9 @@ def ranks_within(elastic: tuple[int, int], count: int) -> int:
 def counter(elastic: tuple[int, int], first: int) -> Callable[[], int]:
     """Return a function to call before each attempt for its number of ranks.
 
-    It returns ``first`` for the first attempt, then `ranks_within` ``elastic`` by a new count of the accelerators,
-    raising as that and `devices` do. On a machine that has no accelerators when `counter` is called it always returns
-    ``first``.
+    The function returns ``first`` for the first attempt, then one rank per accelerator by a new count, at most MAX of
+    ``elastic`` = (MIN, MAX). It raises ValueError for fewer accelerators than MIN, and RuntimeError if they cannot be
+    counted. On a machine that has no accelerators when `counter` is called it always returns ``first``.
     """
     import torch
 

@@ -343,7 +343,7 @@ class ElasticCluster(Cluster):
         self._review()
 
     def _on_refused(self, peer: Peer, message: Message) -> None:
-        """Lose the host once rounds have begun; before that it stops the job, as in `Cluster`."""
+        """Lose the host, which cannot run the job, once rounds have begun; before that, drop it and stop the job."""
         if self._rounds:
             self._lose(peer, f"{title(peer)} was lost: {message['why']}")
         else:

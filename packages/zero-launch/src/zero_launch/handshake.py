@@ -154,8 +154,9 @@ def shared_token(environ: Mapping[str, str], home: Path) -> str:
 
 
 def _token_of(path: Path) -> str:
-    """Return the token in the file ``path``; if the file is missing, write it with a new token first. Raises as
-    `shared_token` does, and OSError for a symbolic link."""
+    """Return the token in the file ``path``; if the file is missing, write it with a new token first. Raises ValueError
+    for a token that is too short, PermissionError for a file of another user or one that others may read, and OSError
+    for a symbolic link or a file that cannot be read or written."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, exist_ok=True)
         scratch = path.with_name(f"token.{secrets.token_hex(8)}")

@@ -45,9 +45,10 @@ def launch(spec: LaunchSpec) -> None:
     """Run the job that ``spec`` describes and return when every rank has ended with status 0.
 
     Raises FileNotFoundError when the script is not there, and LaunchError when a rank fails: then every process of the
-    job has been ended, and the error names the first cause. Also raises LeftEarly and ValueError as `run_job` does. A
-    signal (SIGINT, SIGTERM, SIGHUP, SIGQUIT) to this process is passed to the ranks, and takes effect here when they
-    are gone. Call it from the main thread: elsewhere signals do not reach the ranks.
+    job has been ended, and the error names the first cause. Raises LeftEarly when the ranks of a `--requeue` job have
+    saved and left, and ValueError if ranks cannot be bound to cores. A signal (SIGINT, SIGTERM, SIGHUP, SIGQUIT) to
+    this process is passed to the ranks, and takes effect here when they are gone. Call it from the main thread:
+    elsewhere signals do not reach the ranks.
     """
     spec.check_target()
     run_job(spec, kind=spec.kind)
@@ -114,8 +115,8 @@ def _run_agent(
     """Run the job to its end; return the agent, the signal that interrupted it (or None), and whether it failed.
 
     ``folder``: for the ranks' files. ``env``: variables of every rank. ``cores``: those of each rank, empty if none is
-    bound. ``recorders``: the folder for flight recorders. ``guard``: gets the ranks' pids. The other arguments are as
-    in `run_job`. With an interruption the agent has ended the ranks, and failed is False.
+    bound. ``recorders``: the folder for flight recorders. ``guard``: gets the ranks' pids. ``kind``: how a rank runs
+    the target (see rank.py). With an interruption the agent has ended the ranks, and failed is False.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -187,8 +188,9 @@ def worker_group_spec(
 ) -> WorkerSpec:
     """Return torch's description of the ranks that the elastic agent starts on this host.
 
-    ``spec``: the job, with this host's number of ranks. ``kind``: see `run_job`. ``rendezvous``: where the agent gets
-    its rounds. ``local_address``: by which other hosts reach this one; None for torch's default.
+    ``spec``: the job, with this host's number of ranks. ``kind``: how a rank runs the target (see rank.py).
+    ``rendezvous``: where the agent gets its rounds. ``local_address``: by which other hosts reach this one; None for
+    torch's default.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -211,7 +213,7 @@ def standby_pool_of(
     job's ranks on this host, still empty; None unless the job is elastic, wants standbys, and runs Python.
 
     ``worker_spec``: names the command of a rank. ``files``: give the variables of a rank. ``recorders``: the folder in
-    which ranks record their imports. ``say``: see `StandbyPool`.
+    which ranks record their imports. ``say``: called with a text when standbys are given up.
     """
     from zero_launch.standby_pool import StandbyPool
 
@@ -244,7 +246,7 @@ def recorder_folder() -> Iterator[Path]:
 @contextlib.contextmanager
 def guarded(job_id: str, recorders: Path, *, silent: bool = False) -> Iterator[Guard]:
     """Context manager: while it is open, a guard process ends the job's processes and removes the folder ``recorders``
-    if this process is killed. Yields the guard. ``silent``: see `Guard`.
+    if this process is killed. Yields the guard. ``silent``: the guard does not keep this process's standard error open.
     """
     guard = Guard(job_id, str(recorders), silent=silent)
     try:

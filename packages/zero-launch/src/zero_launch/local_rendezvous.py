@@ -35,7 +35,7 @@ class LocalRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open a new store for the attempt, and return the rendezvous of this single agent; the store of the attempt
-        before closes when nothing refers to it. Raises OSError as `open_store` does.
+        before closes when nothing refers to it. Raises OSError if this host cannot listen for it.
         """
         self._store = open_store(LOOPBACK, 0)
         info = RendezvousStoreInfo(LOOPBACK, self._store.port)

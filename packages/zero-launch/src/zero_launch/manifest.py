@@ -43,7 +43,7 @@ _PORT = 29500
 def print_manifest(options: argparse.Namespace) -> None:
     """Write the manifest to standard output; for several pods, print the command that makes their Secret on stderr.
 
-    Raises ValueError as `pods_from_options` does.
+    Raises ValueError for options without meaning in pods, and for missing or malformed values.
     """
     import yaml
 

@@ -32,8 +32,8 @@ def failures_in_order(
 def describe_abandoned(peers: Sequence[Peer], failures: Sequence[RankFailure], began_at: float) -> str | None:
     """Return a text about ranks that waited for ranks which had ended with status 0 before any failed; None if none.
 
-    ``peers``: the hosts, with what they reported in `ready`. ``failures`` are those of `failures_in_order`,
-    ``began_at`` is as there.
+    ``peers``: the hosts, with what they reported in `ready`. ``failures``: the ranks that failed by themselves.
+    ``began_at``: when the attempt began, in seconds since the epoch by this host's clock.
     """
     failed = began_at + min((failure.seconds for failure in failures), default=0.0)
     ended = [rank for peer in peers for rank, at in peer.ended if at + peer.clock_offset < failed]

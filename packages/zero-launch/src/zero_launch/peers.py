@@ -90,11 +90,13 @@ class Peer:
         self.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
 
     def forget_attempt(self) -> None:
-        """Clear what is stored about the last attempt, before another begins."""
+        """Clear what is stored about the last attempt before another begins: ``failures``, ``ended``, ``records``,
+        ``stalled`` and ``divergence``."""
         self.failures, self.ended, self.records, self.stalled, self.divergence = [], [], {}, False, None
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message (see `Channel.send`); do nothing for a host that has ended, is lost, or never connected.
+        """Queue a message of ``kind`` with the fields of ``content`` (messages.py) for the host; do nothing for a host
+        that has ended, is lost, or never connected.
 
         The messages `stop` and `dismiss` set ``asked_to_stop`` in any case.
         """

@@ -120,10 +120,10 @@ def end_job(
 ) -> list[tuple[int, str]]:
     """End every process of a job; return those that needed SIGKILL, as (pid, text that says what happened).
 
-    ``job_id``, ``rank_pids`` and ``spared`` are as in `job_processes`; spared processes are left alone. The ranks get
-    ``signum``. Half a second before ``grace_seconds`` are over, or as soon as all processes have ended, the job's other
-    processes get SIGTERM. Processes that then still run get SIGKILL, and 2 s to be gone. Returns at once when nothing
-    runs.
+    ``job_id``: of the job on this host. ``rank_pids``: the pids of its ranks. ``spared``: pids to leave alone. The
+    ranks get ``signum``. Half a second before ``grace_seconds`` are over, or as soon as all processes have ended, the
+    job's other processes get SIGTERM. Processes that then still run get SIGKILL, and 2 s to be gone. Returns at once
+    when nothing runs.
     """
     alive = job_processes(job_id, rank_pids, spared)
     for process in alive:
@@ -160,8 +160,8 @@ def kill_those_ignoring(pids: Collection[int], signum: int) -> None:
 def wait_for_helpers(
     job_id: str, rank_pids: Collection[int], *, grace_seconds: float, spared: Collection[int] = ()
 ) -> None:
-    """Wait up to ``grace_seconds`` for the job's remaining processes to end by themselves. The other arguments are as
-    in `job_processes`."""
+    """Wait up to ``grace_seconds`` for the job's remaining processes to end by themselves. ``job_id``: of the job on
+    this host. ``rank_pids``: the pids of its ranks. ``spared``: pids not to wait for."""
     _wait_until_ended(job_processes(job_id, rank_pids, spared), grace_seconds)
 
 

@@ -89,7 +89,8 @@ class LedRendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore("zero-launch", store), order["group_rank"], order["groups"], info)
 
     def _serve(self, address: str, port: int) -> None:
-        """Open the ranks' store here, and send the launcher its port. Raises OSError as `open_store` does."""
+        """Open the ranks' store at ``address`` and ``port`` (0: a free one) here, and send the launcher its port.
+        Raises OSError if this host cannot listen there."""
         self._server = open_store(address, port)
         self._channel.send("store", port=self._server.port)
 

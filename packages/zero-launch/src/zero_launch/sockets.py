@@ -60,7 +60,7 @@ def _listen_advice(error: OSError) -> str:
 def open_store(address: str, port: int) -> TCPStore:
     """Open the ranks' store at ``address`` alone; port 0 takes a free one, which is then the store's `port`.
 
-    Raises OSError as `listen` does.
+    Raises OSError, with what to do, if this host cannot listen there.
     """
     from torch._C._distributed_c10d import TCPStore
 

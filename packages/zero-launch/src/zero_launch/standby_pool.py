@@ -290,7 +290,8 @@ class StandbyPool:
         """Start a rank from a standby, and return the rank; None if no standby can start it within ``wait`` seconds, or
         standbys were given up.
 
-        The other arguments are those of `Standby.start`.
+        ``local_rank``: the rank's number on this host. ``env``: its whole environment. ``stdout``, ``stderr``: files
+        for its output; None for this process's.
         """
         kind = None if self._given_up else self._kind(local_rank)
         standby = next((standby for standby in self._standbys if standby.kind == kind), None)

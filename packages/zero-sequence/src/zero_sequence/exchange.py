@@ -28,8 +28,11 @@ def sequence_to_heads(tensors: Sequence[torch.Tensor], group: Group, tag: Tag) -
 
 def heads_to_sequence(output: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
     """Return, for ``output`` (batch, S, heads/N, size) of this rank's heads over the full sequence, all heads over this
-    rank's shard of the sequence: (batch, S/N, heads, size). The inverse of `sequence_to_heads`, whose arguments and
-    costs it has. Collective, and so is backward."""
+    rank's shard of the sequence: (batch, S/N, heads, size). The inverse of `sequence_to_heads`.
+
+    ``group``: the N ranks that share the sequence of length S. ``tag``: names the exchange in the ledger and in errors.
+    Sends (N-1)/N of ``output``. Collective, and so is backward.
+    """
     shards = _split_by_rank(output, group.world_size).transpose(0, 1)
     arrived = all_to_all(shards, group, tag)  # (rank of the heads, batch, S/N, heads/N, size)
     return arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)

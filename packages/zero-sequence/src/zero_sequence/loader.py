@@ -24,8 +24,9 @@ class SequenceLoader:
     ``groups``: the ranks that share sequences. ``source``: "each" if every rank's loader has batches of its own. Then
     each rank of a sequence group draws a batch, and the shards of all of them are exchanged; so loaders of n batches on
     each of N ranks yield n * N shards on every rank. "same" if all ranks of a sequence group have the same loader, in
-    the same order: then each rank keeps its shard of each batch, and nothing is sent. ``shift``, ``pad_token_id``: see
-    `split_batch`. ``device``: where shards are put; by default they stay on the CPU.
+    the same order: then each rank keeps its shard of each batch, and nothing is sent. ``shift``: move labels by one
+    place before the sequence is sharded, as causal models need. ``pad_token_id``: the token that fills up lengths which
+    the ranks do not divide; None to refuse these. ``device``: where shards are put; by default they stay on the CPU.
 
     Iteration ends when no rank of the group has a batch left, with "same" when this rank has none. Batches are mappings
     from names (str) to tensors and plain data (JSON). If a batch of one rank does not fit, every rank of its group

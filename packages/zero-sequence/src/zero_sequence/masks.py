@@ -72,8 +72,8 @@ def check_mask(mask: Any, full_length: int, place: str) -> None:
 
 
 def _packed_samples(current: ForwardInputs) -> torch.Tensor | None:
-    """Return, for packed samples, the number of every token's sample in its row (batch, full length); None if each row
-    is one sample, if a mask was given, and without positions."""
+    """Return, for rows of several packed samples, the index in its row of the sample that each token belongs to (batch,
+    full length); None if each row is one sample, if a mask was given, and without positions."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     if current.positions is None or current.padding is not None:

@@ -126,7 +126,7 @@ class _JoinedWork:
 class _StackedWork:
     """The `TileWork` that stacks the outputs of tiles, of any shape, along a new dimension 0.
 
-    The arguments are those of `_JoinedWork`.
+    ``module``: computes the output of a tile. ``spans``: the tiles, along dimension ``dim`` of every input.
     """
 
     def __init__(self, module: Computes, spans: Sequence[TileSpan], dim: int) -> None:

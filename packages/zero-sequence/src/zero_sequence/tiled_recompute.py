@@ -242,8 +242,8 @@ def _saved_as_they_are() -> Iterator[None]:
 
 @contextmanager
 def _hooks_silent(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Context manager: inside it the hooks that are registered on ``leaves`` do not run. They would run for each tile;
-    so they run once, for the sum."""
+    """Context manager: inside it, where a tile is differentiated, the hooks that are registered on ``leaves`` do not
+    run. They run once afterwards, for the sum over all tiles."""
     kept = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
     for hooks, _ in kept:
         hooks.clear()

@@ -31,9 +31,10 @@ class Ulysses:
     has all tokens and some heads. A model's own attention (SDPA, FlashAttention, flex, eager, or one that was
     registered) and masks are called through Transformers' interfaces; no class is changed.
 
-    ``disable_in_eval``, ``attention_dropout``, ``pad_heads``: see `AttentionOptions`. Raises `SequenceError` for a
-    model that cannot be spread, the same on every rank; so does a forward pass whose inputs do not fit. ``groups``: the
-    ranks that share sequences.
+    ``groups``: the ranks that share sequences. ``disable_in_eval``: in eval mode a model computes what it is given,
+    without its peers. ``attention_dropout``: what to do about dropout inside attention, and ``pad_heads``: add heads of
+    zeros where the ranks do not divide the heads (see `AttentionOptions`). Raises `SequenceError` for a model that
+    cannot be spread, the same on every rank; so does a forward pass whose inputs do not fit.
     """
 
     def __init__(
