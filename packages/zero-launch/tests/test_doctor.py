@@ -48,7 +48,7 @@ def test_a_program_that_closes_its_output_and_lives_on_does_not_hold_the_doctor_
 def test_what_hosts_say_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     reports = [doctor.HostReport("a", trouble="no such file [/opt/env]"), doctor.HostReport("b", trouble="[red] shell")]
     problems, _ = doctor.diagnose(reports)
-    doctor._print(reports, problems, ["c: [/]"])
+    doctor._print_report(reports, problems, ["c: [/]"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3:] == ["problem a: no such file [/opt/env]", "problem b: [red] shell", "note c: [/]"]
 

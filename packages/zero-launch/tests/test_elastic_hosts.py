@@ -74,14 +74,14 @@ def test_a_host_that_ends_by_itself_when_no_restart_is_left_ends_the_job_with_it
     cluster._restarts = 1
     cluster.hear("b", {**ENDED, "why": "it got SIGTERM"})
     with pytest.raises(LaunchError, match="rank 1 of 2 failed first: host b was lost: it got SIGTERM"):
-        cluster._conclude()
+        cluster._report_end()
 
 
 def test_a_host_that_cannot_run_the_job_says_why_in_the_error(cluster):
     cluster._rounds = 0
     cluster.hear("a", {"kind": "refused", "why": "FileNotFoundError: no script train.py"})
     with pytest.raises(LaunchError, match=r"(?s)host a cannot run the job\n.*host a: FileNotFoundError: no script"):
-        cluster._conclude()
+        cluster._report_end()
 
 
 RECORD = {
@@ -279,7 +279,7 @@ def test_a_round_after_all_hosts_were_lost_waits_for_those_that_are_back_a_littl
         state = {"round": 1, "complete": False, "closed": False, "deadline": time.time() + 99, "waiting": []}
         state |= {"participants": [[node, 0] for node in nodes], "heartbeats": [[node, time.time()] for node in nodes]}
         cluster._meeting.replace({**state, "redundant": []}, cluster._meeting.newest()["version"])
-        cluster._review()
+        cluster._update_expected_hosts()
         return cluster._meeting.newest()["state"]["deadline"] == 0.0  # the round begins
 
     cluster._meeting.replace({"heartbeats": [], "participants": [], "deadline": None, "complete": False}, None)

@@ -61,7 +61,7 @@ def test_a_host_that_is_lost_before_the_first_round_costs_no_restart(
     job.cluster._on_store(b, {"port": 6})
     job.cluster._on_done(b, {})
     assert job.sent == [("b", "serve"), ("b", "round"), ("b", "finish")]
-    job.cluster._conclude()
+    job.cluster._report_end()
 
 
 def test_the_hosts_that_are_left_begin_without_one_that_is_lost_before_all_are_ready(

@@ -43,7 +43,7 @@ def compute_device() -> torch.device:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return True: what `get_accelerator` returns is what torch supports here."""
+    """Return whether torch supports the device of `get_accelerator` on this machine: always True."""
     return get_accelerator().is_available()
 
 

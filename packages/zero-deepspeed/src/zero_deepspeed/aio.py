@@ -103,12 +103,12 @@ class aio_handle:
 
     def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
         """Begin to read into ``buffer`` as `sync_pread` does; return 0. Do not use ``buffer`` until `wait`."""
-        self._begin(self._engine.read, buffer, filename, "r", file_offset)
+        self._begin_transfer(self._engine.read, buffer, filename, "r", file_offset)
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
         """Begin to write ``buffer`` as `sync_pwrite` does; return 0. Do not change ``buffer`` until `wait`."""
-        self._begin(self._engine.write, buffer, filename, "rw", file_offset)
+        self._begin_transfer(self._engine.write, buffer, filename, "rw", file_offset)
         return 0
 
     def wait(self) -> int:
@@ -122,7 +122,7 @@ class aio_handle:
                 ends.callback(request.wait)
         return len(pending)
 
-    def _begin(
+    def _begin_transfer(
         self, start: Any, buffer: torch.Tensor, filename: str | os.PathLike[str], mode: str, file_offset: int
     ) -> None:
         """Open the file in ``mode`` ("r" or "rw") and begin a transfer with ``buffer`` for `wait` to finish.

@@ -75,13 +75,13 @@ class DeepSpeedWriter:
         def form(checkpoint: Checkpoint) -> DeepSpeedForm:
             """Return what the files hold besides tensors; `save_deepspeed` calls it with the checkpoint, which has no
             effect."""
-            return self._form(user)
+            return self._file_contents(user)
 
         return save_deepspeed(
             root, tag, checked(), form, coordinator=coordinator, save_latest=save_latest, client_state=None, **kept
         )
 
-    def _form(self, user: Mapping[str, Any]) -> DeepSpeedForm:
+    def _file_contents(self, user: Mapping[str, Any]) -> DeepSpeedForm:
         """Return what DeepSpeed's files hold besides tensors: the parameters' names and options by param group, the
         counters, the loss scale, and ``user``, the user's client state.
         """
@@ -100,13 +100,13 @@ class DeepSpeedWriter:
         return DeepSpeedForm(
             stage=zero.stage,
             groups=[[name for name in names if name not in frozen] for names in self._optimizer.group_names],
-            options=[self._options(group) for group in self._optimizer.param_groups],
+            options=[self._group_options(group) for group in self._optimizer.param_groups],
             bf16=state.config.bf16.enabled,
             sub_group_numel=zero.sub_group_size if given else _SUB_GROUP_NUMEL,
             round_robin=zero.round_robin_gradients,
             aligned=zero.parameter_alignment,
             left_out=frozenset(name for name, _ in state.module.named_buffers() if name not in persistent),
-            scaler=_scaler(state, self._optimizer),
+            scaler=_pickled_scaler(state, self._optimizer),
             optimizer=optimizer,
             model={
                 "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -122,7 +122,7 @@ class DeepSpeedWriter:
             beside={"ds_config": self._config, "ds_version": VERSION},
         )
 
-    def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _group_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a param group as DeepSpeed's files hold them, with ``bias_correction`` for an Adam.
 
         Options of how torch computes, such as ``foreach``, are as the configuration's optimizer section says, else
@@ -162,7 +162,7 @@ def _writable_optimizer(state: TrainingState) -> ShardedOptimizer:
     return state.optimizer
 
 
-def _scaler(state: TrainingState, optimizer: ShardedOptimizer) -> DeepSpeedObject:
+def _pickled_scaler(state: TrainingState, optimizer: ShardedOptimizer) -> DeepSpeedObject:
     """Return the optimizer's loss scale as the object that DeepSpeed pickles: a dynamic scaler with its counters, or
     one of a constant. ``state``: has the configuration of the dynamic one."""
     held, fp16 = optimizer.loss_scale.state_dict(), state.config.fp16

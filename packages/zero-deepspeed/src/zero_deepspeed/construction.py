@@ -96,7 +96,7 @@ class Init:
     def __enter__(self) -> Init:
         """Begin to shard what is built, unless an outer `Init` does so already or this one is not enabled; return this
         context. Collective where it begins."""
-        if self._enabled and _opened() is None:
+        if self._enabled and _sharding_context() is None:
             self._open()
         _ACTIVE.set((*_ACTIVE.get(), self))
         return self
@@ -108,7 +108,7 @@ class Init:
         attributes. Inside another `Init`, which shards, only give the attributes. Collective."""
         _ACTIVE.set(_ACTIVE.get()[:-1])
         self._close(kind, error, trace)
-        outer = _opened()
+        outer = _sharding_context()
         if outer is not None:
             outer._name_built()
 
@@ -153,12 +153,12 @@ class Init:
         self._handle.remove()
         self._inner.__exit__(kind, error, trace)
         self._inner = None
-        found = self._alive()
+        found = self._existing_parameters()
         self._built.clear()
         if error is None:
             self._cast_and_name(found)
 
-    def _alive(self) -> list[nn.Parameter]:
+    def _existing_parameters(self) -> list[nn.Parameter]:
         """Return the recorded parameters that still exist, and those that replaced recorded ones in their modules, as
         `nn.Module.to_empty` does."""
         found = {id(parameter): parameter for _, recorded in self._built if (parameter := recorded()) is not None}
@@ -170,7 +170,7 @@ class Init:
 
     def _name_built(self) -> None:
         """Give DeepSpeed's attributes to what was built so far; values and dtypes stay as they are until `_close`."""
-        add_names(self._alive(), self._shards)
+        add_names(self._existing_parameters(), self._shards)
 
     def _cast_and_name(self, parameters: Iterable[nn.Parameter]) -> None:
         """Cast floating ``parameters`` to the context's dtype in place, of a sharded one this rank's shard, and give
@@ -215,7 +215,7 @@ def init_suspended() -> Iterator[None]:
     """Context manager, used by `initialize`: suspend an open `Init` inside, so that what is built there is not sharded.
     What the `Init` has built before is sharded at the start. Does nothing without an open `Init`. Collective.
     """
-    opened = _opened()
+    opened = _sharding_context()
     if opened is not None:
         opened._close(None, None, None)
     try:
@@ -225,7 +225,7 @@ def init_suspended() -> Iterator[None]:
             opened._open()
 
 
-def _opened() -> Init | None:
+def _sharding_context() -> Init | None:
     """Return the `Init`, of those whose ``with`` block this code runs in, that shards what is built; None without
     one."""
     return next((context for context in _ACTIVE.get() if context._inner is not None), None)

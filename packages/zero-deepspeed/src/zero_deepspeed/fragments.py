@@ -166,9 +166,9 @@ class _LocalFragment:
         if kept is not None:
             return kept
         if self._unit.master is not None and self._unit.master.numel() == self._unit.layout.shard_numel:
-            return self._slice(self._unit.master).clone()
+            return self._slice_of(self._unit.master).clone()
         shard = self._unit.acquire_shard()
-        copied = self._slice(shard).clone()
+        copied = self._slice_of(shard).clone()
         self._partition.residency.release(self._unit.name, dirty=False)
         return copied
 
@@ -176,16 +176,16 @@ class _LocalFragment:
         """Replace the fragment of the parameter and of its master by ``value``, on every tier, once running saves have
         copied the old values. The other ranks learn of the change with the engine's next collective. Raises
         `UsageError` for another number of elements."""
-        flat = self._flat(value)
+        flat = self._checked_flat(value)
         self._partition.readers.wait()
         if self._unit.states is not None and "master" in self._unit.states.kinds(self._name):
             self._unit.states.write({self._name: {"master": flat.cpu()}})
         elif self._unit.states is not None:
             self._unit.states.weights_changed(self._unit.name)
         if self._unit.master is not None:
-            self._slice(self._unit.master).copy_(flat)
+            self._slice_of(self._unit.master).copy_(flat)
         shard = self._unit.acquire_shard()
-        self._slice(shard).copy_(flat)
+        self._slice_of(shard).copy_(flat)
         self._partition.residency.release(self._unit.name, dirty=True)
         self._partition.runtime.shard_changed(self._unit)
 
@@ -195,7 +195,7 @@ class _LocalFragment:
         if gradients is None or not gradients.is_reduced:
             return None
         with gradients.averaged() as averaged:
-            return self._slice(averaged).clone()
+            return self._slice_of(averaged).clone()
 
     def set_gradient(self, value: torch.Tensor) -> None:
         """Replace the fragment's averaged gradient by ``value``; `UsageError` if the unit has no reduced gradient, or
@@ -204,7 +204,7 @@ class _LocalFragment:
         if gradients is None or not gradients.is_reduced:
             raise UsageError(f"parameter '{self._name}' has no gradient to replace; run backward first")
         with gradients.averaged(dirty=True) as averaged:
-            self._slice(averaged).copy_(self._flat(value))
+            self._slice_of(averaged).copy_(self._checked_flat(value))
 
     def state(self, key: str) -> torch.Tensor | None:
         """Return a copy of the fragment's optimizer state ``key``, such as `exp_avg`; None if there is none."""
@@ -217,12 +217,12 @@ class _LocalFragment:
         has no such state."""
         self._partition.readers.wait()
         if self._unit.states is not None:
-            self._unit.states.write({self._name: {key: self._flat(value).cpu()}})
+            self._unit.states.write({self._name: {key: self._checked_flat(value).cpu()}})
             return
         state = self._optimizer_state(key, copied=False)
         if state is None:
             raise UsageError(f"parameter '{self._name}' has no optimizer state '{key}' yet; take a step first")
-        state.view(-1).copy_(self._flat(value))
+        state.view(-1).copy_(self._checked_flat(value))
 
     @property
     def _name(self) -> str:
@@ -249,13 +249,13 @@ class _LocalFragment:
                     return kept[kind].flatten().clone()
         return None
 
-    def _slice(self, shard: torch.Tensor) -> torch.Tensor:
+    def _slice_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the fragment's elements of ``shard`` as a view. ``shard``: this rank's shard, 1-D, of the unit's
         weights, masters or gradients."""
         start = self._fragment.shard_offset
         return shard[start : start + self._fragment.length]
 
-    def _flat(self, value: torch.Tensor) -> torch.Tensor:
+    def _checked_flat(self, value: torch.Tensor) -> torch.Tensor:
         """Return ``value`` as 1-D; `UsageError` if it has another number of elements than the fragment."""
         if value.numel() != self._fragment.length:
             raise UsageError(

@@ -53,14 +53,18 @@ def initialize(
     engine.lr_scheduler)``; an element other than the first is None where there is none. Collective.
 
     ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or urlsafe base64
-    of JSON text. ``mpu``: the ranks that share a layer (tensor parallelism) or a sequence (Ulysses, whose
-    ``sequence_parallel_size`` the configuration may leave out). The other arguments are those of
-    `zero_core.initialize`; ``distributed_port`` has no effect. ``dist_init_required``: see `init_distributed`, which is
-    called first. If a `DeepSpeedEngine` still holds the model, that engine is destroyed. Without an optimizer a
-    schedule has no effect.
+    of JSON text. ``optimizer``: a torch optimizer over the model's parameters, or a function that makes one from
+    parameters; by default the one that the configuration names. ``model_parameters``: the parameters or param groups to
+    train; by default all that require gradients. ``lr_scheduler``: a schedule, or a function that makes one from the
+    optimizer; without an optimizer it has no effect. ``training_data``: a data set, from which the returned loader
+    yields this rank's micro-batches, collated by ``collate_fn`` (default: torch's). ``mpu``: the ranks that share a
+    layer (tensor parallelism) or a sequence (Ulysses, whose ``sequence_parallel_size`` the configuration may leave
+    out).
 
-    Raises `UsageError` without a configuration or with two, `ConfigError` for a wrong one, `UnsupportedError` for a
-    mesh with sequence parallelism (``mesh_param``), and what `zero_core.initialize` raises.
+    `init_distributed` is called first, with ``dist_init_required``; ``distributed_port`` has no effect. If a
+    `DeepSpeedEngine` still holds the model, that engine is destroyed. Raises `UsageError` without a configuration or
+    with two, `ConfigError` for a wrong one, `UnsupportedError` for a mesh with sequence parallelism (``mesh_param``),
+    and `PartitionError` for a model that cannot be sharded.
     """
     logger.info("DeepSpeed info: version=%s, answered by zero-deepspeed", VERSION)
     _refuse_mesh(mesh_param)

@@ -142,7 +142,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """Return this rank's masters, 1-D, unit by unit: a unit's flat master itself if that is on the device, else
         copies of its parameters' fragments of the master from the tier that holds them."""
         partition = self._engine.partition
-        return [tensor for unit in partition.units for tensor in _masters(partition, unit)]
+        return [tensor for unit in partition.units for tensor in _masters_of(partition, unit)]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
@@ -218,7 +218,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return f"{type(self).__name__}({self._sharded.inner!r})"
 
 
-def _masters(partition: Partition, unit: Unit) -> list[torch.Tensor]:
+def _masters_of(partition: Partition, unit: Unit) -> list[torch.Tensor]:
     """Return this rank's masters of ``unit``, 1-D: the flat one itself if it is on the device, else copies of those of
     its parameters' fragments from the tier's store; empty if there are none.
     """

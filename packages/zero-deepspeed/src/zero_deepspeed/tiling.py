@@ -41,8 +41,8 @@ class TiledLinear(nn.Module):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
-        self.in_parts = _bounds("in_splits", in_features, in_splits)
-        self.out_parts = _bounds("out_splits", out_features, out_splits)
+        self.in_parts = _slice_bounds("in_splits", in_features, in_splits)
+        self.out_parts = _slice_bounds("out_splits", out_features, out_splits)
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(stop - start, end - begin, bias=bias and stop == in_features, **options)
@@ -86,7 +86,7 @@ class TiledLinear(nn.Module):
         return cast(nn.Linear, cast(nn.ModuleList, self.linears[row])[column])
 
 
-def _bounds(name: str, features: int, splits: int) -> list[int]:
+def _slice_bounds(name: str, features: int, splits: int) -> list[int]:
     """Return the ``splits`` + 1 bounds of nearly equal slices of ``features``, the larger slices first. Raises
     `PartitionError` by ``name`` unless 1 <= ``splits`` <= ``features``."""
     if not 1 <= splits <= features:

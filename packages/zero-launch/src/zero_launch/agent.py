@@ -208,20 +208,20 @@ class Agent(LocalElasticAgent):
         if not all(left.values()) or self._stuck_after_exception():
             self._note_ends()
             records = self._watcher.records
-            why = self._explain(records, stalled=False) or abandoned(records, self._left_first(), is_over=True)
+            why = self._explain_hang(records, stalled=False) or abandoned(records, self._left_first(), is_over=True)
             self._set_divergence(why)
-            self._fail()
+            self._handle_failure()
         elif any(record.status is None for record in self._records):
             ended = [record.rank for record in self._records if record.status == 0]
             if self._watcher.read_if_due():
-                self._notice(ended)
+                self._report_delays(ended)
                 self._prepare_restart()
                 records, stalled = self._watcher.records, self._watcher.stalled
-                why = abandoned(records, ended, is_over=False) or self._explain(records, stalled=stalled)
+                why = abandoned(records, ended, is_over=False) or self._explain_hang(records, stalled=stalled)
                 self._set_divergence(why)
                 if self.divergence is not None:
-                    self._announce(self.divergence)
-                    self._fail()
+                    self._announce_divergence(self.divergence)
+                    self._handle_failure()
             if self.divergence is None:
                 # Not asking the engine before all is over keeps it from ending a job by itself: it would wait 30 s for
                 # the other ranks whatever its settings say, and it reaps, which would take the statuses from us.
@@ -254,7 +254,7 @@ class Agent(LocalElasticAgent):
         self.left_for = order
         return RunResult(state=WorkerState.SUCCEEDED, return_values={record.rank: None for record in self._records})
 
-    def _notice(self, ended: Sequence[int]) -> None:
+    def _report_delays(self, ended: Sequence[int]) -> None:
         """Print remarks about ranks that hold the job up, as they are stopped, have not connected to the store, or have
         ended. ``ended``: the ranks with status 0."""
         self._here.find_arrivals(ended, self._watcher.records)
@@ -274,19 +274,19 @@ class Agent(LocalElasticAgent):
         if why is not None:
             self._remaining_restarts = 0  # the same would happen again
 
-    def _announce(self, why: str) -> None:
+    def _announce_divergence(self, why: str) -> None:
         """Print at once why ranks that still run are ended; the final error repeats it."""
         print(f"zero-launch: {why}", file=sys.stderr, flush=True)
 
-    def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
+    def _explain_hang(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
         """Return a text about why the ranks cannot finish, by the flight ``records`` (by rank) of this host's ranks;
         None while they may. ``stalled``: the ranks of this host all wait, and none has moved."""
         return explain(records, stalled=stalled and len(records) == self._world_size)
 
-    def _fail(self) -> None:
+    def _handle_failure(self) -> None:
         """End the ranks that still run in a failed attempt. If restarts remain, print the failure; but if attempts keep
         failing alike, use no more restarts, and add why to ``notes``."""
-        self._end(signal.SIGTERM)
+        self._end_ranks(signal.SIGTERM)
         if self._remaining_restarts <= 0:
             return
         hopeless = self._repeated_failures.count_attempt(self.failures(), self._remaining_restarts)
@@ -316,7 +316,7 @@ class Agent(LocalElasticAgent):
         if self._records and all(record.status == 0 for record in self._records):
             pids = [record.pid for record in self._records]
             wait_for_helpers(self._job_id, pids, grace_seconds=self._grace_seconds, spared=self._spared)
-        self._end(death_sig)
+        self._end_ranks(death_sig)
         super()._shutdown(death_sig, **shutdown_timeout(1))
         self._streamer.stop()
 
@@ -330,7 +330,7 @@ class Agent(LocalElasticAgent):
                     return True
         return False
 
-    def _end(self, signum: signal.Signals) -> None:
+    def _end_ranks(self, signum: signal.Signals) -> None:
         """End the ranks by ``signum``, then by SIGKILL after the grace period, with everything that they started; add
         what else had to be killed to ``notes``. Blocks until they are gone.
         """

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_manifest(options)
             return 0
         with _pid_file() if options.save_pid else contextlib.nullcontext(), _recording_failures(options.record):
-            _run(options)
+            _run_job(options)
     except LaunchError as error:
         print(f"zero-launch: {error}", file=sys.stderr, flush=True)
         if not error.asked:
@@ -116,27 +116,28 @@ def _recording_failures(folder: str | None) -> Iterator[None]:
         raise
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run_job(options: argparse.Namespace) -> None:
     """Run the job that the options describe to its end: on this machine, as one node of several, on the chosen hosts,
     or by srun or mpirun, which replaces this process. Raises LaunchError if the job fails, LeftEarly if its ranks saved
     and left, and ValueError or FileNotFoundError if it cannot begin as described."""
-    node = _node(options)
+    node = _this_node(options)
     if options.launcher == "slurm":
-        _become(srun_command(_job(options, _ranks(options)), _node_count(options)[1], [], _arguments(options)))
+        job = _job_spec(options, _requested_ranks(options))
+        _replace_process(srun_command(job, _node_count(options)[1], [], _launcher_arguments(options)))
     elif node is not None:
         _run_node(options, node)
     else:
         hosts = chosen_hosts(options)
         if options.launcher in ("mpi", "openmpi"):
-            job = _job(options, 1 if hosts else _ranks(options))
+            job = _job_spec(options, 1 if hosts else _requested_ranks(options))
             variables = _variables(options).variables
-            _become(mpirun_command(job, hosts, options.master_addr, variables, _arguments(options)))
+            _replace_process(mpirun_command(job, hosts, options.master_addr, variables, _launcher_arguments(options)))
         elif hosts is None:
-            launch(_held(options, _ranks_here))
+            launch(_held_job(options, _ranks_here))
         elif len(hosts.hosts) == 1 and _is_here(next(iter(hosts.hosts))) and not options.force_multi:
             slots = next(iter(hosts.hosts.values()))
             env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if options.include or options.exclude else {}
-            job = _held(options, lambda options: len(slots))
+            job = _held_job(options, lambda options: len(slots))
             launch(dataclasses.replace(job, env={**job.env, **env}))
         else:
             _run_hosts(options, hosts)
@@ -144,13 +145,13 @@ def _run(options: argparse.Namespace) -> None:
 
 def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
     """Run the job on ``hosts``, or on as many of them as `--nnodes` allows, started through the chosen launcher. Raises
-    ValueError for options that cannot be, and as `launch_cluster` does.
+    ValueError for options that cannot be, LaunchError if the job fails, and LeftEarly if its ranks saved and left.
     """
     minimum, maximum = _node_count(options)
     if maximum is not None and maximum < len(hosts.hosts):
         hosts = hosts.first(hosts=maximum)
     chosen = _variables(options)
-    job = _held(options, lambda options: 1)
+    job = _held_job(options, lambda options: 1)
     job.check_target()
     if not options.quiet:
         _say(_greeting(hosts, chosen))
@@ -158,7 +159,7 @@ def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
         ClusterSpec(
             job,
             hosts,
-            Transport(options.launcher, _arguments(options), options.ssh_port),
+            Transport(options.launcher, _launcher_arguments(options), options.ssh_port),
             min_hosts=minimum,
             variables=chosen.variables,
             master_address=options.master_addr,
@@ -171,8 +172,9 @@ def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
 
 def _run_node(options: argparse.Namespace, node: Node) -> None:
     """Run this node's part of a job in which every node has a command line of its own: lead the job as node 0, else
-    join it. Raises ValueError for a node number out of range, and as `launch_cluster` and `join` do."""
-    job = _held(options, _ranks) if node.rank == 0 else _job(options, _ranks(options))
+    join it. Raises ValueError for a node number out of range, ConnectionError if node 0 does not answer or refuses this
+    node, LaunchError if the job fails, and LeftEarly if its ranks saved and left."""
+    job = _held_job(options, _requested_ranks) if node.rank == 0 else _job_spec(options, _requested_ranks(options))
     job.check_target()
     if not 0 <= node.rank < node.nodes:
         raise ValueError(f"--node_rank must be from 0 to {node.nodes - 1}, got {node.rank}")
@@ -200,7 +202,7 @@ def _run_node(options: argparse.Namespace, node: Node) -> None:
     )
 
 
-def _node(options: argparse.Namespace) -> Node | None:
+def _this_node(options: argparse.Namespace) -> Node | None:
     """Return this machine's number among the job's nodes, and how to reach node 0, if every node of the job has a
     command line of its own: with `--no_ssh`, or by the variables of Slurm or of a Kubernetes pod. Return None for other
     jobs. Raises ValueError if `--no_ssh` lacks options that it needs."""
@@ -249,7 +251,7 @@ def _node_count(options: argparse.Namespace) -> tuple[int | None, int | None]:
     return int(first), int(last or first)
 
 
-def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
+def _job_spec(options: argparse.Namespace, nproc: int) -> LaunchSpec:
     """Return the job that the options describe, with ``nproc`` ranks on this machine. Raises
     ValueError as `LaunchSpec` and `search_paths` do."""
     return LaunchSpec(
@@ -267,20 +269,20 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
         max_restarts=options.max_restarts,
         bind_cores=options.bind_cores_to_rank or bool(options.bind_core_list),
         core_list=options.bind_core_list,
-        elastic=_elastic(options),
+        elastic=_elastic_bounds(options),
         requeue=options.requeue,
         standby=not options.no_standby,
     )
 
 
-def _held(options: argparse.Namespace, ranks: Callable[[argparse.Namespace], int]) -> LaunchSpec:
+def _held_job(options: argparse.Namespace, ranks: Callable[[argparse.Namespace], int]) -> LaunchSpec:
     """Return the job that the options describe, with as many ranks as ``ranks`` returns when it is called with
     ``options``. With `--requeue`, hold back the signals that ask the job to end before that call, which may take a
     while, until the job can handle them.
     """
     if options.requeue:
         hold()
-    return _job(options, ranks(options))
+    return _job_spec(options, ranks(options))
 
 
 def _ranks_here(options: argparse.Namespace) -> int:
@@ -289,16 +291,16 @@ def _ranks_here(options: argparse.Namespace) -> int:
 
     Raises ValueError for a number out of the bounds of `--elastic`.
     """
-    elastic = _elastic(options)
+    elastic = _elastic_bounds(options)
     if elastic is None or options.nproc not in (None, "auto"):
-        count = _ranks(options)
+        count = _requested_ranks(options)
         if elastic is not None and not elastic[0] <= count <= elastic[1]:
             raise ValueError(f"--nproc {count}: expected from {elastic[0]} to {elastic[1]} ranks, as --elastic says")
         return count
     return ranks_within(elastic, devices())
 
 
-def _elastic(options: argparse.Namespace) -> tuple[int, int] | None:
+def _elastic_bounds(options: argparse.Namespace) -> tuple[int, int] | None:
     """Return the least and the most ranks that `--elastic` allows; None without it.
     Raises ValueError for anything but MIN:MAX."""
     if options.elastic is None:
@@ -309,7 +311,7 @@ def _elastic(options: argparse.Namespace) -> tuple[int, int] | None:
     return int(least), int(most)
 
 
-def _ranks(options: argparse.Namespace) -> int:
+def _requested_ranks(options: argparse.Namespace) -> int:
     """Return the number of ranks that `--nproc` means; without the option one per accelerator, at least 1. Raises
     ValueError for anything but a number or `auto`."""
     return ranks_for(options.nproc or "auto")
@@ -337,7 +339,7 @@ def _variables(options: argparse.Namespace) -> Forwarded:
     return forwarded({**os.environ, **search_paths(options.stand_ins, os.environ)}, files, options.forward)
 
 
-def _arguments(options: argparse.Namespace) -> tuple[str, ...]:
+def _launcher_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the words of `--launcher_args`."""
     return tuple(shlex.split(options.launcher_args))
 
@@ -357,7 +359,7 @@ def _is_here(host: str) -> bool:
     return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 
-def _become(command: list[str]) -> None:
+def _replace_process(command: list[str]) -> None:
     """Print ``command`` (its words) and replace this process by it. Raises FileNotFoundError when its program is not in
     PATH."""
     _say(shlex.join(command))

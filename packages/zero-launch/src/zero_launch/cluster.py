@@ -81,7 +81,7 @@ class Cluster(abc.ABC):
     def run(self) -> None:
         """Run the job: call the hosts, lead them through its attempts, and end it everywhere. Return when every rank
         has ended with status 0; raise as `launch_cluster` does."""
-        self._check()
+        self._check_job()
         self._signals.take()
         try:
             self._roster.start_agents()
@@ -92,9 +92,9 @@ class Cluster(abc.ABC):
         finally:
             self._roster.close()
             self._signals.give_back(held=self._asked_to_end)
-        self._conclude()
+        self._report_end()
 
-    def _check(self) -> None:
+    def _check_job(self) -> None:
         """Check the job before any host is contacted: raise ValueError if the host list is shorter than `_minimum`, or
         if the job has a `LaunchSpec.direct_rank`; FileNotFoundError if the transport's program (such as ssh) is not in
         PATH."""
@@ -185,7 +185,7 @@ class Cluster(abc.ABC):
             self._next_message()
             self._lose_silent_hosts()
 
-    def _conclude(self) -> None:
+    def _report_end(self) -> None:
         """Report how the job ended, which is over on every host: if it succeeded, print the hosts' notes and return,
         or raise LeftEarly if its ranks saved and left. If a signal interrupted it, write the report of a recorded job
         and raise that signal in this process. Else raise LaunchError."""

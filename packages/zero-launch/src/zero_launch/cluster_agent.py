@@ -192,11 +192,11 @@ class ClusterAgent(Agent):
             self.channel.send("done")
         return self._success if self.finish.is_set() else RunResult(state=WorkerState.HEALTHY)
 
-    def _fail(self) -> None:
+    def _handle_failure(self) -> None:
         """Report the failure of this attempt to the launcher, which decides about a restart, and end the other ranks on
         this host."""
         self.channel.send("failed", attempt=self.rendezvous.attempt, divergence=self.divergence)
-        self._end(signal.SIGTERM)
+        self._end_ranks(signal.SIGTERM)
 
     def ask_to_regroup(self, attempt: int) -> None:
         """Have the ranks leave at their next checkpoint for a new round; does nothing unless ``attempt`` is the one
@@ -212,7 +212,7 @@ class ClusterAgent(Agent):
             return RunResult(state=WorkerState.HEALTHY)
         return super()._have_left(order)
 
-    def _notice(self, ended: Sequence[int]) -> None:
+    def _report_delays(self, ended: Sequence[int]) -> None:
         """Send the launcher which ranks of this host are stopped, and which have connected to the store or ended, for
         its remarks about all hosts. ``ended``: the ranks with status 0."""
         self._here.find_arrivals(ended, self._watcher.records)
@@ -223,10 +223,10 @@ class ClusterAgent(Agent):
             self._said_presence = known
             self.channel.send("presence", attempt=self.rendezvous.attempt, arrived=known[0], ended=known[1])
 
-    def _announce(self, why: str) -> None:
-        """Do nothing: the message `failed` carries ``why`` (`_fail`), and the launcher prints it."""
+    def _announce_divergence(self, why: str) -> None:
+        """Do nothing: the message `failed` carries ``why`` (`_handle_failure`), and the launcher prints it."""
 
-    def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
+    def _explain_hang(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
         """Return why this host's ranks cannot finish, or None while they may, as `Agent` does. While the ranks are
         stalled, and once when they no longer are, also send their ``records`` to the launcher, which compares those of
         all hosts."""
@@ -234,7 +234,7 @@ class ClusterAgent(Agent):
             data = {str(rank): record.to_json() for rank, record in records.items()}
             self.channel.send("stalled", stalled=stalled, records=data)
             self._said_stalled = stalled
-        return super()._explain(records, stalled=stalled)
+        return super()._explain_hang(records, stalled=stalled)
 
     def _exit_barrier(self) -> None:
         """Do nothing: `_monitor_workers` has waited for all hosts already."""

@@ -143,7 +143,7 @@ def difference(records: Mapping[int, FlightRecord]) -> str | None:
     if not differing:
         return None
     _, sequence, found = min(differing, key=lambda item: item[:2])
-    return f"the ranks ask for different things in collective {sequence} of the same group:\n{_listing(found)}"
+    return f"the ranks ask for different things in collective {sequence} of the same group:\n{_collective_lines(found)}"
 
 
 def deadlocked(records: Mapping[int, FlightRecord]) -> bool:
@@ -211,7 +211,7 @@ def _has_started(entry: RecordedCollective, record: FlightRecord) -> bool:
     return any(other.group == entry.group and other.sequence >= entry.sequence for other in record.entries)
 
 
-def _listing(found: Mapping[int, RecordedCollective]) -> str:
+def _collective_lines(found: Mapping[int, RecordedCollective]) -> str:
     """Return a line for each different collective in ``found`` (by rank), with the ranks that have it."""
     alike: dict[str, list[int]] = {}
     for rank, entry in sorted(found.items()):

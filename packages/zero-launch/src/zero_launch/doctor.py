@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         with _progress("hosts", len(hosts.hosts)) as advance:
             reports = examine(hosts, transport, answered=advance)
     problems, remarks = diagnose(reports)
-    _print(reports, problems, remarks)
+    _print_report(reports, problems, remarks)
     return 1 if problems else 0
 
 
@@ -220,7 +220,7 @@ def diagnose(reports: Sequence[HostReport]) -> tuple[list[str], list[str]]:
     return problems, remarks
 
 
-def _print(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequence[str]) -> None:
+def _print_report(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequence[str]) -> None:
     """Print a table with a column per host, then ``problems`` and ``remarks``, one per line."""
     from rich.console import Console
     from rich.table import Table

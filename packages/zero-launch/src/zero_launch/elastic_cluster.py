@@ -157,7 +157,7 @@ class ElasticCluster(Cluster):
             self._next_message()
             self._lose_silent_hosts()
             self._call_again()
-            self._review()
+            self._update_expected_hosts()
             self._questions.answer()
             for text in self._presence.remarks():
                 self._remark(text)
@@ -186,7 +186,7 @@ class ElasticCluster(Cluster):
         state = on_another_clock(message["state"], peer.clock_offset)
         replaced = state is not None and self._meeting.replace(state, message["version"])
         if replaced:
-            self._review()
+            self._update_expected_hosts()
         self._questions.add(peer, message["number"], replaced=replaced)
 
     def _on_imported(self, peer: Peer, message: Message) -> None:
@@ -194,7 +194,7 @@ class ElasticCluster(Cluster):
         back."""
         self._imports[peer.name] = message["imports"]
 
-    def _review(self) -> None:
+    def _update_expected_hosts(self) -> None:
         """Set in the rendezvous's state which hosts the next round waits for, so that it begins once they are there.
 
         They are the hosts that are ready or run and, before the first round, those that are getting ready. If all hosts
@@ -220,7 +220,7 @@ class ElasticCluster(Cluster):
         if self._all_lost and self._last_call is None:
             self._last_call = time.monotonic() + _LAST_CALL_SECONDS
         peer.take_report(message)
-        self._review()
+        self._update_expected_hosts()
         if not self._restarting:
             self._ask_to_grow()
 
@@ -269,12 +269,12 @@ class ElasticCluster(Cluster):
         address = (self._terms(peer) or {})["address"]
         self._presence = Presence(self._ranks, f"{address}:{message['port']}")
         self._remark(
-            f"round {self._attempt}: {self._ranks} ranks on {', '.join(m.name for m in self._ordered(members))}"
+            f"round {self._attempt}: {self._ranks} ranks on {', '.join(m.name for m in self._in_host_order(members))}"
         )
         for other in self._roster.peers.values():
             other.forget_attempt()
         first = 0
-        for member in self._ordered(members):
+        for member in self._in_host_order(members):
             member.state = "running"
             member.send(
                 "meet",
@@ -288,7 +288,7 @@ class ElasticCluster(Cluster):
             first += len(member.slots)
         self._ask_to_grow()
 
-    def _ordered(self, peers: list[Peer]) -> list[Peer]:
+    def _in_host_order(self, peers: list[Peer]) -> list[Peer]:
         """Return the hosts in the host list's order."""
         return sorted(peers, key=lambda peer: self._places[peer.name])
 
@@ -340,7 +340,7 @@ class ElasticCluster(Cluster):
         if not any(other.state in ("ready", "running", "done") for other in self._roster.present):
             self._all_lost = True
         self._call_later(peer)
-        self._review()
+        self._update_expected_hosts()
 
     def _on_refused(self, peer: Peer, message: Message) -> None:
         """Lose the host, which cannot run the job, once rounds have begun; before that, drop it and stop the job."""

@@ -78,7 +78,7 @@ class HostSide:
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, _stop_early)
         try:
-            return self._job(order, own_spec)
+            return self._run_job_part(order, own_spec)
         except _Stopped as stop:
             failed = not self._dismissed
             self._channel.send("ended", failed=failed, failures=[], fates=[], notes=[], records={}, why=str(stop))
@@ -100,7 +100,7 @@ class HostSide:
                 if self._channel.silence > SILENCE_SECONDS:
                     return {"kind": "eof"}
 
-    def _job(self, order: Message, own_spec: LaunchSpec | None) -> int:
+    def _run_job_part(self, order: Message, own_spec: LaunchSpec | None) -> int:
         """Run this host's part of the job that ``order`` (a message `job`) describes; return 1 if it failed, else 0.
 
         Sends `ended` with the outcome, and removes the folder of logs unless they are to be kept or the ranks failed.
@@ -132,7 +132,7 @@ class HostSide:
             )
             if asks:
                 signal.signal(signal.SIGTERM, self._ask_launcher)
-            self._follow(agent, job_id, spec)
+            self._start_following(agent, job_id, spec)
             failed, stopped = True, None
             try:
                 failed, stopped = _run_to_end(agent)
@@ -149,7 +149,7 @@ class HostSide:
         self._channel.send("ended", failed=failed, folder=str(folder) if kept else "", why=why, **account)
         return int(failed)
 
-    def _follow(self, agent: ClusterAgent, job_id: str, spec: LaunchSpec) -> None:
+    def _start_following(self, agent: ClusterAgent, job_id: str, spec: LaunchSpec) -> None:
         """Start a thread that carries out the launcher's messages while ``agent`` runs. When the launcher says stop, is
         gone or is silent, the thread sends this process SIGTERM and, if that does not end the job in time, kills every
         process of the job on this host. ``job_id``, ``spec``: of the job on this host."""

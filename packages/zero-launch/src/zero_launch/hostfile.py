@@ -167,13 +167,13 @@ class Hostfile:
             have = set(self.hosts[host])
             for slot in wanted:
                 if slot not in have:
-                    listing = _listing(self.hosts[host])
+                    listing = _slots_text(self.hosts[host])
                     raise ValueError(f"{what} {text!r}: host {host!r} has no slot {slot}; it has {listing}")
             named[host] = set(wanted)
         return named
 
 
-def _listing(slots: tuple[int, ...]) -> str:
+def _slots_text(slots: tuple[int, ...]) -> str:
     """Return ``slots`` as text for a message: all of them, or of more than 64 only the first and the last."""
     return ",".join(map(str, slots)) if len(slots) <= _LISTED else f"{slots[0]} to {slots[-1]}"
 

@@ -60,16 +60,16 @@ class ChannelBackend(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """Return (the newest state, its version); None before there is a state."""
-        answer = self._ask(None, None)
+        answer = self._exchange_state(None, None)
         return None if answer["state"] is None else (to_pickle(answer["state"]), answer["version"])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Offer ``state`` as the successor of the state of version ``token`` (None: there is none yet); return (the
         newest state, its version, whether ``state`` was accepted), never None."""
-        answer = self._ask(to_plain(state), token)
+        answer = self._exchange_state(to_plain(state), token)
         return to_pickle(answer["state"]), answer["version"], answer["replaced"]
 
-    def _ask(self, state: dict[str, Any] | None, version: int | None) -> Message:
+    def _exchange_state(self, state: dict[str, Any] | None, version: int | None) -> Message:
         """Send the launcher a message `state` that offers ``state`` as the successor of ``version``, or with None only
         asks for the newest; return the launcher's answer, also a message `state`. Blocks and raises as the class says.
         """

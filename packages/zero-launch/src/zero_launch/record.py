@@ -34,7 +34,7 @@ def record_failure(folder: str, error: LaunchError) -> str | None:
     begun to record, or took more than 2 minutes. ``folder`` is made if it is missing.
     """
     first, *others = str(error).splitlines() or ["the job failed"]
-    return _record(folder, first, others, error.flight, interrupted=False)
+    return _write_failure(folder, first, others, error.flight, interrupted=False)
 
 
 def record_interruption(environment: Mapping[str, str], why: str, flight: Mapping[int, FlightRecord]) -> str | None:
@@ -44,10 +44,10 @@ def record_interruption(environment: Mapping[str, str], why: str, flight: Mappin
     ``why``: the signal, as text. ``flight``: contents of the flight recorders, by rank.
     """
     folder = environment.get(RECORD_VARIABLE)
-    return None if folder is None else _record(folder, why, [], flight, interrupted=True)
+    return None if folder is None else _write_failure(folder, why, [], flight, interrupted=True)
 
 
-def _record(
+def _write_failure(
     folder: str, first: str, others: Sequence[str], flight: Mapping[int, FlightRecord], *, interrupted: bool
 ) -> str | None:
     """Write `failure.json` into ``folder``, and make the report; return its path or None, as `record_failure` does.

@@ -358,9 +358,9 @@ class StandbyContext(SubprocessContext):
     def _start(self) -> None:
         """Start every rank of this host; a standby that still imports is waited for, up to 15 s in all."""
         end = time.monotonic() + _READY_SECONDS
-        self.subprocess_handlers = {number: self._begin(number, end) for number in range(self.nprocs)}
+        self.subprocess_handlers = {number: self._start_local_rank(number, end) for number in range(self.nprocs)}
 
-    def _begin(self, number: int, end: float) -> Any:
+    def _start_local_rank(self, number: int, end: float) -> Any:
         """Start local rank ``number`` and return its handle, a `ForkedRank` or torch's `SubprocessHandler`. ``end``:
         until when (`time.monotonic`) to wait for a standby."""
         env, out, err = self.envs[number], self.stdouts[number] or None, self.stderrs[number] or None

@@ -85,20 +85,20 @@ class UlyssesAttention:
         named = {name: given for name, given in named.items() if name not in _OF_THE_LOSS}
         place = _place_text(module)
         full_length = query.shape[2] * self._group.world_size
-        self._refuse(place, module, query, key, named)
+        self._check_call(place, module, query, key, named)
         check_mask(attention_mask, full_length, place)
         plan = plan_heads(query.shape[1], key.shape[1], self._group.world_size, pad=self._options.pad_heads)
         if isinstance(named.get("position_ids"), torch.Tensor):
             named["position_ids"] = self._inputs.full_positions(named["position_ids"])
-        full = self._exchange(plan, query, key, value, place)
-        with self._dropout(named.get("dropout", 0.0), query.device):
+        full = self._exchange_heads(plan, query, key, value, place)
+        with self._rank_dropout(named.get("dropout", 0.0), query.device):
             seen = _LocalModule(module, full[0].shape[1] // full[1].shape[1], self._name)
             output, _ = core(seen, *full, attention_mask, **named)
         back = heads_to_sequence(output, self._group, Tag("exchange", f"{place}: outputs", NO_STEP))
         self._inputs.attention_calls += 1
         return back[:, :, : query.shape[1]] if plan.padding else back, None
 
-    def _exchange(
+    def _exchange_heads(
         self, plan: HeadPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: str
     ) -> tuple[torch.Tensor, ...]:
         """Return (queries, keys, values) of this rank's heads over the full sequence, each (batch, this rank's heads,
@@ -113,7 +113,7 @@ class UlyssesAttention:
         mine = torch.tensor(plan.places[self._group.rank], device=query.device)
         return here[0], here[1].index_select(1, mine), here[2].index_select(1, mine)
 
-    def _refuse(
+    def _check_call(
         self, place: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, named: dict[str, Any]
     ) -> None:
         """Raise `SequenceError` for a call that cannot be computed head by head over a sharded sequence: one with a
@@ -137,7 +137,7 @@ class UlyssesAttention:
             raise SequenceError(f"{place}: {what}: not available where heads are spread over ranks")
 
     @contextmanager
-    def _dropout(self, probability: float, device: torch.device) -> Iterator[None]:
+    def _rank_dropout(self, probability: float, device: torch.device) -> Iterator[None]:
         """Context manager for the core attention's dropout: inside it torch draws from a generator of this rank alone,
         seeded by a number from torch's default generator plus the rank. Does nothing for a ``probability`` of 0.
 

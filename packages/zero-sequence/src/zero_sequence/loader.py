@@ -104,7 +104,7 @@ class SequenceLoader:
         """
         try:
             mine = [] if batch is None else self._split_checked(batch)
-            said: Any = None if batch is None else _header(mine[0])
+            said: Any = None if batch is None else _shard_header(mine[0])
         except SequenceError as error:
             said = str(error)
         told = self._groups.control.agree(Message("data", "batch", NO_STEP, said))
@@ -113,12 +113,12 @@ class SequenceLoader:
                 raise SequenceError(f"the batch of rank {rank} of the sequence group: {theirs}")
         if all(theirs is None for theirs in told):
             return None
-        return self._exchange(mine, told)
+        return self._exchange_shards(mine, told)
 
-    def _exchange(self, mine: list[dict[str, Any]], told: list[Any]) -> list[dict[str, Any]]:
+    def _exchange_shards(self, mine: list[dict[str, Any]], told: list[Any]) -> list[dict[str, Any]]:
         """Send shard r of ``mine``, the shards of this rank's batch, to rank r, and return the shards that arrived, by
-        the rank of their batch. ``mine`` is empty without a batch. ``told``: each rank's header (see `_header`), None
-        for a rank without a batch. Collective."""
+        the rank of their batch. ``mine`` is empty without a batch. ``told``: each rank's `_shard_header`, None for a
+        rank without a batch. Collective."""
         size = max(sum(_nbytes(entry) for entry in theirs["tensors"]) for theirs in told if theirs is not None)
         sent = torch.zeros(self._groups.size, size, dtype=torch.uint8)
         for row, shard in zip(sent, mine, strict=False):
@@ -132,7 +132,7 @@ class SequenceLoader:
         return value.to(self._device) if self._device is not None and isinstance(value, torch.Tensor) else value
 
 
-def _header(shard: dict[str, Any]) -> dict[str, Any]:
+def _shard_header(shard: dict[str, Any]) -> dict[str, Any]:
     """Return the description of a shard as plain data: `tensors`, a list of [name, dtype as text, shape]; `plain`, the
     other entries; and `order`, all keys in order. Raises `SequenceError` for a value that is neither a tensor nor
     JSON."""
@@ -170,8 +170,8 @@ def _write_tensors(row: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 
 
 def _read_shard(row: torch.Tensor, header: dict[str, Any]) -> dict[str, Any]:
-    """Return the shard that ``header`` (from `_header`) describes, from the bytes in ``row`` (1-D, uint8); its tensors
-    are copies."""
+    """Return the shard that ``header`` (from `_shard_header`) describes, from the bytes in ``row`` (1-D, uint8); its
+    tensors are copies."""
     found, start = dict(header["plain"]), 0
     for entry in header["tensors"]:
         name, dtype, shape = entry

@@ -107,7 +107,7 @@ class TiledCausalLoss:
             )
         head = self._head if self._head is not None else self._model.get_output_embeddings()
         if not self._compared:
-            self._compare(head, hidden, logits)
+            self._check_head(head, hidden, logits)
             self._compared = True
         if shift_labels is None:
             shift_labels = shifted(labels, ignore_index)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ class TiledCausalLoss:
             num_items=num_items_in_batch,
         )
 
-    def _compare(self, head: Head, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+    def _check_head(self, head: Head, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         """Raise `SequenceError` if ``head`` gives other logits for the last position of ``hidden`` (batch, length,
         width) than ``logits`` (batch, 1, classes), the model's own. Do nothing if ``head`` has dropout that is on, as
         two calls then differ."""

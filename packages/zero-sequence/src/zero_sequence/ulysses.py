@@ -62,10 +62,10 @@ class Ulysses:
             plan_heads(heads, getattr(config, "num_key_value_heads", None) or heads, groups.size, pad=pad_heads)
         if len(set(self._cores)) > 1:
             raise SequenceError(f"expected one attention for the whole model, got {sorted(set(self._cores))}")
-        choose_attention(self._models, self._register(self._cores[0]))
+        choose_attention(self._models, self._register_attention(self._cores[0]))
         for each in self._models:
-            self._hooks.append(each.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
-            self._hooks.append(each.register_forward_hook(self._after, always_call=True))
+            self._hooks.append(each.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True))
+            self._hooks.append(each.register_forward_hook(self._after_forward, always_call=True))
 
     def detach(self) -> None:
         """Make the models compute as before: give them their own attention back, and remove the hooks. Further calls do
@@ -77,14 +77,14 @@ class Ulysses:
                 choose_attention([model], core)
         self._hooks = []
 
-    def _register(self, core: str) -> str:
+    def _register_attention(self, core: str) -> str:
         """Register attention and masks over ``core``, the name of the model's own attention, with Transformers, and
         return their name."""
         mask = core_mask(core)
         attention = UlyssesAttention(core, core_attention(core), self._groups.sequence, self._inputs, self._options)
         return register(core, attention, None if mask is None else FullMask(mask, self._inputs))
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with which a forward pass over shards is to run: with a full mask, this shard's
         positions and no cache. It is the models' forward pre-hook.
 
@@ -102,7 +102,7 @@ class Ulysses:
         self._replace_inputs(model, named, self._inputs.current)
         return (), named
 
-    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Note that the outermost forward pass has ended, also by an error; do nothing after one inside another. It is
         the models' forward hook. Raises `SequenceError` if the pass returned without attention over shards."""
         self._depth = max(self._depth - 1, 0)
