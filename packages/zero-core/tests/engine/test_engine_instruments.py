@@ -117,7 +117,7 @@ def test_with_logging_set_up_the_same_goes_to_the_logger(
 def test_a_run_says_in_one_line_what_it_is(alone: None, printed: Any) -> None:
     engine = start(3, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     (line,) = printed().splitlines()
-    said = ["ZeRO stage 3, 1 rank on cpu", f" in {len(engine.partition.layout.units)} units", f"batch {BATCH} = "]
+    said = ["ZeRO stage 3, 1 rank on cpu", " in 1 unit (", f"batch {BATCH} = "]
     held = engine.memory_report(by="tier")
     said += [
         "parameter fp64",
