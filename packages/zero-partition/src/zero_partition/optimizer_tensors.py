@@ -51,7 +51,10 @@ _OPTIMIZER = "torch.optim.optimizer"
 
 
 class Phase(enum.Enum):
-    """The phase of the optimizer's step that runs now; it decides which uses of its tensors are refused."""
+    """The phase of the optimizer's step that runs now; it decides which uses of its tensors are refused.
+
+    IDLE: between steps. HOOKS: the user's step hooks run. STEP: the optimizer's own arithmetic runs.
+    """
 
     IDLE = enum.auto()  # between steps: the engine holds the gradients
     HOOKS = enum.auto()  # the user's step hooks run: fragments that are here have their gradients
@@ -364,8 +367,8 @@ class OptimizerTensors:
             exchange_classes(values, _unguarded)
 
     def _guard(self, phase: Phase) -> None:
-        """Guard the tensors as ``phase`` (IDLE or HOOKS) asks, and the states if code has read them before. HOOKS also
-        guards the model's parameters; IDLE stops guarding those."""
+        """Enter ``phase``, IDLE or HOOKS, and guard the tensors, and the states if code has read them before. HOOKS
+        also guards the model's parameters; IDLE stops guarding those."""
         self._phase = phase
         if phase is Phase.HOOKS:
             self._model.begin(updated=self._updated)

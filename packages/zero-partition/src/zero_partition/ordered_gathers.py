@@ -19,8 +19,8 @@ def merge_orders(observed: Iterable[Sequence[int]]) -> list[int]:
     """Merge the orders (unit numbers) that the ranks observed, given in rank order, into one; every rank computes the
     same result.
 
-    The first order is kept; a unit that only later ones have is inserted behind its predecessor there, or at the front.
-    Repeats of a unit are ignored.
+    The first order is kept. A unit that only later orders have is inserted after the unit that precedes it in its own
+    order, or at the front. Repeats of a unit are ignored.
     """
     merged: list[int] = []
     for order in observed:
@@ -190,10 +190,9 @@ class OrderedGathers:
         """Start the pass with key ``key`` in its learned order; issue nothing yet. The first time, the order is the
         reverse of that of the pass with key ``like_reversed`` if that one is learned, else module order.
 
-        ``order``: unit indices, the same on every rank, that replace the learned order.
-
-        ``restores``: every rank has `kept` the same unit, which this pass restores without a gather. Otherwise memory
-        that this rank has kept is freed.
+        ``order``: unit indices, the same on every rank, that replace the learned order. ``restores``: every rank has
+        released the same unit by `keep`, and this pass restores it without a gather. Otherwise memory that this rank
+        has kept is freed.
         """
         self._restores = restores
         if self._kept is not None and not restores:

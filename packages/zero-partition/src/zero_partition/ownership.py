@@ -20,7 +20,7 @@ _OWNER_OF = operator.attrgetter(_OWNER)
 
 
 class Owner(Protocol):
-    """The interface through which classes of parameters call their `Partition`."""
+    """The interface through which the classes that the engine gives to parameters call the parameters' `Partition`."""
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather ``parameter`` whenever ``module`` runs from now on; do nothing if either does not belong to the
@@ -35,8 +35,9 @@ class Owner(Protocol):
         through it."""
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Gather ``parameter`` if it is released, as the torch function named ``call`` is about to use its values;
-        raise an error that names it if the use is refused. ``writes``: the function writes the values."""
+        """Gather ``parameter`` if it is released, as the torch function named ``call`` is about to use its values.
+        ``writes``: the function writes them. Raises `PartitionError` or `ReleasedParameterError`, naming the parameter,
+        to refuse the use."""
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
         """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank, as it may be

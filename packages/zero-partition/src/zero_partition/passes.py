@@ -184,8 +184,8 @@ class Passes:
                 self._end_forward(name, failure)
 
     def caller_done(self, name: str, units: Sequence[Unit]) -> None:
-        """Count module ``name`` as run in this pass, as `exit_module` does for others: a module whose submodules return
-        parameters of ``units``. Outside backward, release those of the units whose modules have all run."""
+        """Record that module ``name`` has run in this pass; it uses parameters of ``units`` that its submodules return.
+        Outside backward, release those of the units whose modules have all run."""
         for unit in units:
             self._calls.note_run(unit, name)
             self._release_when_done(unit)
@@ -248,7 +248,7 @@ class Passes:
     def begin_backward(self) -> None:
         """Start a backward pass (steps 6 and 7). Collective if it gathers or reduces.
 
-        Raises `PartitionError` inside ``synced()`` and after a failed pass whose gradients were not zeroed, and
+        Raises `PartitionError` inside `Runtime.synced` and after a failed pass whose gradients were not zeroed, and
         `CommError` once a failure has ended the engine.
         """
         self._liveness.check()

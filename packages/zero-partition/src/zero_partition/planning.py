@@ -81,9 +81,9 @@ def plan_sharding(
 ) -> list[UnitPlan]:
     """Return the units of ``model`` in module order.
 
-    ``trainable``: ids of the parameters to train, None for all that require gradients; one that does not is not
-    trained. ``kept``: names of the parameters that stay in float32. Raises `PartitionError` at stage 3 for a model that
-    is itself a torch.jit module.
+    ``trainable``: ids of the parameters to train, None for all; those that require no gradients are never trained.
+    ``kept``: names of the parameters that stay in float32. Raises `PartitionError` at stage 3 for a model that is
+    itself a torch.jit module.
     """
     policy = options.policy
 
@@ -158,7 +158,7 @@ def agree_on_model(model: nn.Module, plans: list[UnitPlan], control: Control) ->
 def _refuse_meta(names: list[str | None]) -> None:
     """Raise `PartitionError` for the first rank with a tensor on the meta device.
 
-    ``names``: by rank, its first parameter or buffer on the meta device, None without.
+    ``names``: by rank, its first parameter or buffer on the meta device, None for none.
     """
     for rank, name in enumerate(names):
         if name is not None:

@@ -54,9 +54,9 @@ class Recovery:
         """End the open pass, if there is one, as ``call`` has failed; return whether the engine can continue.
 
         It cannot, and the pass stays open, after a failure of communication, and where other ranks may wait for this
-        one: they did not fail alike within a few seconds, or ``failure`` is no `Exception`. The gathers and reductions
-        that ranks failing alike lack are issued here. ``awaited``: other ranks wait for this one even if no pass is
-        open.
+        one: they did not fail alike within a few seconds, or ``failure`` is no `Exception`. If all ranks failed alike,
+        this one first issues the gathers and reductions that others have issued and it has not. ``awaited``: other
+        ranks wait for this one even if no pass is open.
         """
         if isinstance(failure, CommError) or self._groups.control.is_torn:
             return False

@@ -48,8 +48,8 @@ class Reducer:
     ranks, and reduced then. Where the user sees the averages before that (stage 0), a unit waits for all gradients that
     can still come, whether its modules ran or not, and late gradients are refused (`settle_late`).
 
-    Where passes are complete (see `OrderedReductions`), a unit whose modules ran waits for all its gradients or for the
-    end of the pass, however many it had last time; late gradients are refused.
+    Where passes are complete (every pass reduces every unit, see `OrderedReductions`), a unit whose modules ran waits
+    for all its gradients or for the end of the pass, however many it had last time; late gradients are refused.
 
     ``gradients``: of the trained units. ``reductions``: their order. ``starts``: starts reductions and waits for them.
 
@@ -103,7 +103,8 @@ class Reducer:
         return [index for index in self._late if self._by_unit[index].has_unreduced]
 
     def forget_late(self) -> None:
-        """Forget which gradients were late, as a pass that does not reduce is about to add to them; they are kept."""
+        """Forget which gradients were late, as a pass that does not reduce is about to add to them; the
+        gradients stay."""
         self._late = []
 
     def unreduced(self) -> list[int]:

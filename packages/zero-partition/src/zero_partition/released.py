@@ -81,8 +81,8 @@ def is_released(parameter: nn.Parameter) -> bool:
 
 
 def unwatched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the user's class of a parameter whose class is ``kind`` now: ``kind`` without what release and the watch
-    of ``data`` (data_watch.py) have made of it."""
+    """Return the user's own class of a parameter whose class is ``kind`` now, which may be a subclass that release or
+    the watch of ``data`` (data_watch.py) has made."""
     present = _present_class(kind)
     found: type[nn.Parameter] = getattr(present, WATCHED, present)
     return found
@@ -190,8 +190,8 @@ def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
 
 
 def _parameter_of(value: object) -> nn.Parameter | None:
-    """Return the released parameter that ``value`` is, or whose values it is (`ReleasedValues`); None for any other
-    object."""
+    """Return ``value`` if it is a released parameter, or the parameter whose values it shows if it is a
+    `ReleasedValues`; None for any other object."""
     if isinstance(value, ReleasedValues):
         return value.parameter
     return value if isinstance(value, nn.Parameter) and hasattr(type(value), _PRESENT) else None

@@ -177,6 +177,7 @@ class Runtime:
 
     @step.setter
     def step(self, number: int) -> None:
+        """Set the number of the running step."""
         self._step.value = number
 
     # -- passes ------------------------------------------------------------------------------------------------------
@@ -206,8 +207,10 @@ class Runtime:
         return self._compiled.names
 
     def run_unit_by_unit(self, bodies: Sequence[Body], around_inputs: Around) -> None:
-        """Run ``bodies``, each the forward and backward of one micro-batch, unit by unit. ``around_inputs``: as
-        `UnitByUnit.run` takes it."""
+        """Run ``bodies``, each the forward and backward of one micro-batch, unit by unit; see `UnitByUnit.run`.
+
+        ``around_inputs``: functions that return the contexts in which autograd saves the inputs of module calls.
+        """
         self._unit_by_unit.run(bodies, around_inputs)
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:

@@ -20,8 +20,8 @@ def takes_hooks(module: nn.Module) -> bool:
 
 
 def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, released: bool) -> None:
-    """Replace each scripted member of ``plans``, in place, by the innermost module around it that takes hooks and is
-    called.
+    """Replace each scripted member of ``plans`` (a module whose forward uses the unit), in place, by the innermost
+    module around it that takes hooks and is called.
 
     ``released``: parameters are sharded (stage 3). Then raises `PartitionError` if ``model`` itself is scripted, as no
     hook tells when it runs; at lower stages such a member is removed.

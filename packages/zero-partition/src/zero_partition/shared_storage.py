@@ -156,7 +156,8 @@ def _replaced_before_use(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[_NamedTensor]:
-    """Yield the parameters and buffers of ``model`` whose memory `_byte_range` can tell."""
+    """Yield the parameters and buffers of ``model`` with the bytes that they span, except those that `_byte_range`
+    leaves out."""
     for name, parameter in model.named_parameters():
         yield from _byte_range("parameter", name, parameter.data)
     for name, buffer in model.named_buffers():
@@ -195,8 +196,8 @@ def _first_overlap(group: list[_NamedTensor]) -> tuple[_NamedTensor, _NamedTenso
 
 
 def _share_elements(one: _NamedTensor, other: _NamedTensor) -> bool:
-    """Return whether two tensors of one storage whose byte ranges overlap have an element in common; True without a
-    look if their dtypes differ."""
+    """Return whether two tensors of one storage whose byte ranges overlap have an element in common; True, without
+    comparing, if their dtypes differ."""
     if one.tensor.dtype is not other.tensor.dtype:
         return True
     start = min(one.first, other.first) // one.tensor.element_size()

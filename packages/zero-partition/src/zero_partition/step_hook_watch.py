@@ -105,8 +105,7 @@ def _outside_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 @functools.cache
 def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return the class that a parameter of class ``kind`` has in step hooks: a subclass whose torch functions
-    `StepHookWatch` checks; ``kind`` itself if it has a ``__torch_function__`` already. The one of released parameters
-    checks uses too."""
+    `StepHookWatch` checks; ``kind`` itself if it has a ``__torch_function__`` already, which makes the same checks."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {

@@ -89,7 +89,7 @@ class TierState(MutableMapping[str, Any]):
 
     def items(self) -> ItemsView[str, Any]:
         """Return the pairs (kind, value in a window on the tier), all from one read of the tier."""
-        kept = self._kept() if len(self) else {}
+        kept = self._read_all() if len(self) else {}
         return {kind: self._shown(kind, kept.__getitem__) for kind in self}.items()
 
     def values(self) -> ValuesView[Any]:
@@ -200,7 +200,7 @@ class TierState(MutableMapping[str, Any]):
 
     def read(self, kind: str) -> torch.Tensor:
         """Return a copy of the tier's present value of ``kind``: 1-D, or 0-D for a number such as ``step``."""
-        return self._kept()[kind]
+        return self._read_all()[kind]
 
     def write(self, state: dict[str, Any]) -> None:
         """Write the values in ``state`` (by kind) to the tier, once nothing reads it; other kinds stay. Raises
@@ -230,7 +230,7 @@ class TierState(MutableMapping[str, Any]):
         return [_STEP, *self._tier.numbers(self.name), *moments] if moments else []
 
     @_publishes_refusal
-    def _kept(self) -> dict[str, torch.Tensor]:
+    def _read_all(self) -> dict[str, torch.Tensor]:
         """Return copies of all values on the tier, by kind, after `store_assigned` and a wait for other readers of the
         tier. Raises `PartitionError` for 8-bit moments."""
         self.store_assigned()

@@ -70,12 +70,13 @@ class UnitByUnit:
         self._known: set[str] = set()
 
     def run(self, bodies: Sequence[Body], around_inputs: Around) -> None:
-        """Run ``bodies``, one for each micro-batch, and reduce their gradients. Collective: every rank has as many.
+        """Run ``bodies``, one for each micro-batch, and reduce their gradients. Collective: every rank has the same
+        number.
 
-        ``around_inputs``: the contexts in which autograd saves the inputs of visits. The first micro-batch draws random
-        numbers from the present generators, which it advances; each other one from generators seeded with the present
-        ones and its number. Raises `PartitionError` for a model that has no units to go by, for micro-batches that
-        visit other modules than the first, and if visited modules differ between ranks.
+        ``around_inputs``: functions that return the contexts in which autograd saves the inputs of visits. The first
+        micro-batch draws random numbers from the present generators, which it advances; each other one from generators
+        seeded with the present ones and its number. Raises `PartitionError` for a model that has no units to go by, for
+        micro-batches that visit other modules than the first, and if visited modules differ between ranks.
         """
         self._parts.liveness.check()
         places = self._modules.find()

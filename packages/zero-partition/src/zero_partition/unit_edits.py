@@ -44,7 +44,7 @@ class UnitEdits:
     Most changes show in a parameter's address (`Tensor.is_set_to`), dtype or version counter, so nothing is read on the
     device. A write through ``p.data`` does not: the alias that `lend` keeps has a version counter for it. Writes to
     memory that torch does not watch (NumPy, DLPack) show only in checksums of the values, which `record_checksums`
-    takes.
+    takes. To look at a parameter is to compare it with its state when it was last looked at.
 
     [Note: edits wait for all ranks] A new value is `pending` until every rank has reported the same one. Only then does
     it reach shards and masters. A refused one never does.

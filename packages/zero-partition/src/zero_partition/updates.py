@@ -64,7 +64,11 @@ class OptimizerStep(Protocol):
 
 
 class Update(Protocol):
-    """A way to run the optimizer: on fragments, on full parameters, or on a tier."""
+    """A way to run the optimizer: on fragments, on full parameters, or on a tier.
+
+    ``touched`` and ``factor`` of `run`: see `Touched` and `Factor`, the parameters with a gradient on any rank, and a
+    factor for the gradients (loss scale and clipping).
+    """
 
     def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
         """Make the fragment that this rank updates of the parameter with index ``number`` in ``unit``; return it, or

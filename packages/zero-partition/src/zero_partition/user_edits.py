@@ -159,8 +159,8 @@ class UserEdits:
     def _settle_found(self, found: Sequence[Found], kind: str) -> None:
         """Apply the edits that all ranks share, undo the others, and raise `EditRefusedError` if there are others.
 
-        ``found``: every rank's report, in rank order. ``kind``: of the message that carried them. Checksums that there
-        were are taken again. Collective.
+        ``found``: every rank's report, in rank order. ``kind``: of the message that carried them. Units that had
+        checksums get new ones. Collective.
         """
         keys = dict.fromkeys(key for answer in found for key in answer)
         answers: Answers = {key: [answer.get(key) for answer in found] for key in keys}
@@ -296,16 +296,19 @@ class UserEdits:
         return untouched(self._parameters, self._views, self._dtypes, self._versions)
 
     def _look_at_releasable(self, unit: Unit) -> None:
-        """Have ``unit``, which is releasable, keep edits of its placeholders or gathered parameters; do nothing while
-        its gather is in flight."""
+        """Find edits of the parameters of ``unit``, which is releasable, and keep them in ``unit.edits``; do nothing
+        while its gather is in flight."""
         if unit.state is UnitState.RELEASED:
             unit.collect_placeholder_edits()
         elif unit.state is UnitState.GATHERED:
             unit.collect_gathered_edits()
 
     def _look_at_staying(self, unit: Unit, kind: str) -> None:
-        """Have ``unit``, which stays gathered, keep its edits; if ``kind`` is "step", undo casts that forward has made.
-        Does nothing while the unit is hidden (`Unit.hidden`), as its parameters read NaN then."""
+        """Find edits of the parameters of ``unit``, which stays gathered, and keep them in ``unit.edits``. Do nothing
+        while the unit is hidden (`Unit.hidden`), as its parameters read NaN then.
+
+        ``kind``: of the message that is about to be sent; "step" undoes casts that forward has made.
+        """
         if unit.hidden:
             return
         for number in unit.edits.find_changed(unit.views):

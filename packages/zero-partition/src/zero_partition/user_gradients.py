@@ -26,8 +26,9 @@ class UserGradients:
     ``p.grad`` with what the engine left there. A parameter with a gradient from backward has to be written on every
     rank or on none, as one rank's part of an average cannot be replaced.
 
-    Averages can also be edited, that is, changed in place. ``gradients``: of the trained units. ``loop``: says whether
-    gradients may be written now. Units are given by index, and a parameter's number is its position in its unit.
+    Averages can also be edited, that is, changed in place. A parameter that forward has cast to another dtype shows a
+    cast copy of its average. ``gradients``: of the trained units. ``loop``: says whether gradients may be written now.
+    Units are given by index, and a parameter's number is its position in its unit.
 
     Attributes:
         discards: a digest of the averaged gradients discarded since the last step; the same on every rank.

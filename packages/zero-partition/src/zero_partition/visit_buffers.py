@@ -16,8 +16,8 @@ _NORMS_OF_ONE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class WatchedBuffers:
-    """Finds changes to the buffers of ``module``, without its `statistics`, from its construction on: before a run of
-    forward.
+    """Finds changes to the buffers of ``module`` since its own construction, which comes before a run of the module's
+    forward. The module's `statistics` are left out.
 
     ``by_value``: keep copies of their values to compare with, as some kernels write without raising a tensor's version;
     comparing waits for the device.

@@ -1,4 +1,8 @@
-"""The modules of a model that its micro-batches visit one after the other, and the units that each visit uses."""
+"""The modules of a model that its micro-batches visit one after the other, and the units that each visit uses.
+
+A visit is a call of a module whose units are gathered for all micro-batches together; see [Note: unit by unit] in
+unit_by_unit.py.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +46,8 @@ class VisitedModules:
         return self._found
 
     def _collect(self, name: str, module: nn.Module) -> None:
-        """Add to the found modules those among ``module``, whose name is ``name``, and the modules inside it. Raises
-        `PartitionError` as `find` does for a larger module."""
+        """Add to the list of found modules those that are visited among ``module``, whose name is ``name``, and the
+        modules inside it. Raises `PartitionError` as `find` does for a larger module."""
         inside = f"{name}." if name else ""
         used = self._units_used_by(name)
         below = {

@@ -1,7 +1,7 @@
 """Compare a plan with the record of a run: planned and measured numbers, and the error of each.
 
 The record (of zero-report) has a table, of which each row sums over some steps, and for some steps a block of spans:
-timed events with the bytes that they moved.
+timed events with the bytes that they moved. A phase is a kind of collective, as in `SentRow`.
 """
 
 from __future__ import annotations

@@ -63,11 +63,11 @@ class MomentLoad:
     def of(
         cls, shape: Transformer, micro_batch: int, *, checkpointing: str, itemsize: int, on_host: bool
     ) -> MomentLoad:
-        """Return the device memory that ``micro_batch`` sequences need beside the engine; ``on_host``: the inputs of
-        blocks wait there. Raises `PlanError` as `activation_bytes` does.
+        """Return the device memory that ``micro_batch`` sequences need beside the engine.
 
-        A norm without bias (RMSNorm) counts as it computes in eager mode, in float32: its input in float32 and its
-        normalized input stay for backward too.
+        ``itemsize``: bytes of an activation element. ``on_host``: the inputs of blocks wait on the host. A norm without
+        bias (RMSNorm) counts as it computes in eager mode, in float32: its input in float32 and its normalized input
+        stay for backward too. Raises the errors of `activation_bytes`.
         """
         tokens = micro_batch * shape.sequence
         norm = 0 if shape.bias else (itemsize + (FLOAT32 if itemsize < FLOAT32 else 0)) * tokens * shape.hidden
@@ -167,7 +167,7 @@ def engine_memory(shape: Transformer, setup: Setup, load: MomentLoad) -> tuple[S
     units, kept = engine_units(shape, setup.stage), GradientBytes.of(setup)
     shards = sum(setup.shard(unit.elements) for unit in units)
     on_host = StateRow("averaged gradients", "host", kept.averaged * shards if averaged_at == "host" else 0)
-    moments = list(_moments_of_step(shape, units, setup, load, kept, averaged=averaged_at == "device"))
+    moments = list(_device_bytes_over_step(shape, units, setup, load, kept, averaged=averaged_at == "device"))
     most = max(moments, key=lambda rows: sum(rows.values()))
     return (
         *(StateRow(kind, "device", nbytes) for kind, nbytes in most.items() if nbytes),
@@ -175,7 +175,7 @@ def engine_memory(shape: Transformer, setup: Setup, load: MomentLoad) -> tuple[S
     )
 
 
-def _moments_of_step(
+def _device_bytes_over_step(
     shape: Transformer,
     units: tuple[EngineUnit, ...],
     setup: Setup,

@@ -39,9 +39,11 @@ class FitAnswer:
         return tuple(row.tier for row in self.rows if row.capacity is None)
 
     def __bool__(self) -> bool:
+        """Return whether everything fits on every tier; False if the capacity of one is unknown."""
         return all(row.fits for row in self.rows)
 
     def __str__(self) -> str:
+        """Return a clause for each tier that says whether it fits, with how many bytes to spare or too many."""
         return "; ".join(map(_verdict_text, self.rows))
 
 

@@ -49,7 +49,9 @@ def parse_count(text: str) -> int:
 
 
 def format_quantity(value: float, unit: str) -> str:
-    """Return ``value`` as text with three digits and a decimal prefix: format_quantity(80e9, "B") is "80 GB"."""
+    """Return ``value`` as text with three digits, a decimal prefix and ``unit``: format_quantity(80e9, "B")
+    is "80 GB".
+    """
     for prefix in ("P", "T", "G", "M", "k"):
         if abs(value) >= 0.9995 * _DECIMAL[prefix]:
             return f"{_three_digits(value / _DECIMAL[prefix])} {prefix}{unit}"

@@ -34,6 +34,7 @@ class Choice:
     qgz: bool = False
 
     def __str__(self) -> str:
+        """Return the choice in words, such as "stage 3, micro-batch 4, checkpointing none, optimizer on host"."""
         words = [f"stage {self.stage}", f"micro-batch {self.micro_batch}", f"checkpointing {self.checkpointing}"]
         for name, tier in (("optimizer", self.offload_optimizer), ("parameters", self.offload_parameters)):
             if tier != "device":
@@ -101,7 +102,7 @@ def search(
     ``train_batch``: sequences of a step on all ranks; micro-batches divide it. ``world_size``: default one node.
     ``gradient``: dtype of gradients, default ``dtype``. Of two choices with the same bound, the one that changes less
     about plain training comes first: less offload, no compression, less recomputation, a lower stage. Raises
-    `PlanError` for a batch that is no multiple of the ranks, and as `estimate_step` does.
+    `PlanError` for a batch that is no multiple of the ranks, and the errors of `estimate_step`.
     """
     per_node = int(machine.need("node.devices"))
     ranks = world_size or per_node

@@ -22,6 +22,7 @@ class StateBytes:
 
     ``moments``: of all moments together. ``master``: 0 if there are no masters apart from the parameters. The default
     is Adam in mixed precision: 16 bytes per parameter (Rajbhandari et al. 2020, arXiv 1910.02054v3, section 3.1).
+    Raises `PlanError` for negative bytes, and for 0 bytes of parameters or gradients.
     """
 
     parameter: int = 2

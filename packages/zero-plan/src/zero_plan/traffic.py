@@ -157,5 +157,7 @@ def _quantized_nbytes(elements: int, bits: int, setup: Setup) -> int:
 
 
 def _ranks_in(group: Group, setup: Setup) -> int:
-    """Return the number of ranks in one group of the kind "all", "node" or "across"."""
+    """Return the number of ranks in one group of the kind ``group``: "all", "node" or "across" (one rank of
+    each node).
+    """
     return {"all": setup.world_size, "node": setup.per_node, "across": setup.nodes}[group]

@@ -114,7 +114,8 @@ def _overlap(one: Fragment, other: Fragment) -> bool:
 def plan_load(engine: Engine, recorder: DryRunRecorder, folder: Path, manifest: Manifest, saved_by: int) -> LoadedPlan:
     """Load a checkpoint into ``engine``, a new one that ``recorder`` follows; return what the load needs.
 
-    ``folder``: any folder, in which nothing is read. ``manifest``: of the checkpoint, which ``saved_by`` ranks saved.
+    ``folder``: stands for the checkpoint's folder; nothing is read from it. ``manifest``: of the checkpoint, which
+    ``saved_by`` ranks saved.
     """
     recorder.watch.reset_peaks("load")
     _, before = recorder.ends.bytes_moved()

@@ -23,11 +23,11 @@ the arguments."""
 
 
 def _grouped_product_flops(one: torch.Tensor, other: torch.Tensor, *_more: Any, **_named: Any) -> int:
-    """Return the FLOPs of ``torch._grouped_mm(one, other, …)``, a product of matrices of which each group of rows,
-    columns or contracted elements has its own.
+    """Return the FLOPs of ``torch._grouped_mm(one, other, …)``: of many products of matrices at once, one for each
+    group of rows, of columns or of contracted elements.
 
-    Every element of ``one`` (of ``other``, if the columns are grouped) is multiplied as often as the product has
-    columns (rows). Other arguments are ignored.
+    Every element of ``one`` (of ``other``, if the columns are grouped) is multiplied as often as the result has columns
+    (rows). Other arguments are ignored.
     """
     if other.dim() == 2 and one.dim() == 3:
         return 2 * other.numel() * one.size(1)

@@ -64,6 +64,7 @@ class PeakWatch:
 
     @phase.setter
     def phase(self, phase: str) -> None:
+        """Find the owners of the engine's memory, then begin the phase called ``phase``."""
         self._assign_all_owners()
         self._phase = phase
 

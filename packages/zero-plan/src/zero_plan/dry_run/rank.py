@@ -87,8 +87,8 @@ def new_engine(run: DryRun, rank: int, world_size: int, recorder: DryRunRecorder
     """Yield (engine, folder): an engine without memory as rank ``rank`` of ``world_size``, whose memory ``recorder``
     watches, and a temporary folder on the file system of the tiers' files.
 
-    The engine is destroyed after the block, but not after an exception in it. Raises `PlanError` for a configuration
-    without an optimizer, and for a ``run.model_fn`` that builds no model.
+    The engine is destroyed after the block, unless the block raises. Raises `PlanError` for a configuration without an
+    optimizer, and for a ``run.model_fn`` that builds no model.
     """
     with (
         TemporaryDirectory(prefix="zero-plan-") as folder,
