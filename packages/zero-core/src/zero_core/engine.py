@@ -341,7 +341,8 @@ class Engine(nn.Module):
 
     def iter_full_weights(self, bucket_bytes: int = BUCKET_BYTES, **choices: Any) -> Iterator[WeightBucket]:
         """Iterate over the full weights in buckets of at most ``bucket_bytes``, whose tensors are valid until the next
-        bucket; each unit is gathered once. ``choices``: as for `full_weights`. Collective: every rank, to the end."""
+        bucket; each unit is gathered once. ``choices``: arguments of `full_weights`. Collective: every rank, to the
+        end."""
         return self.full_weights(**choices).buckets(bucket_bytes)
 
     def full_weights(self, dtype: torch.dtype | None = None, **choices: bool) -> FullWeights:

@@ -89,8 +89,8 @@ class ModelPart:
         return root / _PART.format(f"{self.place.rank:02d}") if self.place.size > 1 else root
 
     def folder(self, root: Path, *, make: bool = False) -> Path:
-        """Return the folder of this part's checkpoints, `subfolder` of ``root``. ``make``: create it if there are
-        several parts. Raises `MismatchError` on every rank if ``root`` holds checkpoints of another number of parts.
+        """Return the folder of this part's checkpoints: ``root``, or with several parts a subfolder, which ``make``
+        creates. Raises `MismatchError` on every rank if ``root`` holds checkpoints of another number of parts.
         Collective."""
         part, parts = self.subfolder(root), root.glob(_PART.format("*"))
         told = self._tell("folder", {path.name: any(path.glob("*")) for path in parts})

@@ -94,7 +94,8 @@ def _encode(
     blocks finds their largest magnitudes, a second writes the codes.
 
     Each pass reads COLUMNS elements of all ROWS blocks at a time. NIBBLES: two codes per byte. LIMIT: the format's
-    largest magnitude; LARGEST, MANTISSA and BIAS: as for `_codes`."""
+    largest magnitude; LARGEST: the bits of its code, without the sign; MANTISSA, BIAS: the bits of mantissa and the
+    exponent bias of an 8-bit float, 0 for integers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     largest = tl.zeros((ROWS,), tl.int32)

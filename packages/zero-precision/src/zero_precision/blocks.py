@@ -44,10 +44,11 @@ class TorchBlockQuantizer:
     """`BlockQuantizer` in plain torch, on any device: the reference for the kernels."""
 
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
-        """Return the payload (uint8) and the scales (float32) of the 1-D tensor `x`, as new tensors on its device.
+        """Return the payload (uint8) and the scales (float32) of the 1-D tensor `x`, as new tensors on its device:
+        codes in `format`, one scale for every `block` elements.
 
-        One scale is for `block` elements (an even number for ``int4``); the last block may be shorter. The payload has
-        one byte per element, for ``int4`` one per two elements, rounded up."""
+        `block` is even for ``int4``; the last block may be shorter. The payload has one byte per element, for ``int4``
+        one per two elements, rounded up."""
         limit = LARGEST_CODE[format]
         rows, scales = _scaled_rows(x, block, limit)
         rows.clamp_(-limit, limit)
@@ -57,9 +58,8 @@ class TorchBlockQuantizer:
         return (codes[: x.numel()] if format == "int8" else _pack_nibbles(codes)[: (x.numel() + 1) // 2]), scales
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: BlockFormat, block: int) -> None:
-        """Write the elements decoded from `payload` and `scales`, encoded with the same `format` and `block`, into the
-        1-D tensor `out`.
-        """
+        """Write the elements decoded from `payload` and `scales`, which were encoded with the same `format` and
+        `block`, into the 1-D tensor `out`."""
         codes = _unpack_nibbles(payload, out.numel()) if format == "int4" else payload
         values = codes.view(_FP8_DTYPES.get(format, torch.int8)).to(torch.float32)
         whole = out.numel() // block * block

@@ -123,7 +123,7 @@ FreeForm = Annotated[Mapping[str, Any], AfterValidator(freeze), PlainSerializer(
 
 
 def no_keys() -> FrozenMap:
-    """Return an empty frozen object, the default of a `FreeForm` key."""
+    """Return an empty frozen object: the default of a key whose value is an object with any keys (`FreeForm`)."""
     return FrozenMap({})
 
 

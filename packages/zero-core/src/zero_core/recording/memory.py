@@ -64,7 +64,7 @@ class MemorySampler:
             self._take_sample(first=True)
 
     def sample(self) -> None:
-        """Take a sample if this step has a first one, up to 96 per step."""
+        """Take a sample if `begin_pass` took this step's first one, up to 96 per step."""
         if 0 < self._samples < _MAX_SAMPLES:
             self._take_sample()
 
