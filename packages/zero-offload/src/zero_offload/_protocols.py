@@ -142,7 +142,9 @@ class ExtentStore(Protocol):
         """Return the bytes passed to `write` so far."""
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return what was done with each folder so far, in the order of the folders."""
+        """Return a `PathUse` for each folder, in order: what was written to it and read from it so far, its speed and
+        its state.
+        """
 
     def former_paths(self) -> Sequence[str]:
         """Return the folders that an earlier store of this prefix had beside one of the present ones."""

@@ -58,6 +58,25 @@ class UpdateParts:
     plan: Mapping[str, int]
     paths: NvmePath | None
 
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held now: ``states``, ``ring`` (buffers in front of files), ``gradients`` and ``staging`` in
+        host memory, ``nvme`` in files, ``device`` on the device.
+        """
+        tier, gradients = self.tier.memory(), self.gradients.memory()
+        return {
+            "device": tier["device"] + gradients["device"],
+            "gradients": gradients["gradients"],
+            "nvme": tier["nvme"] + gradients["nvme"],
+            "ring": tier["ring"],
+            "staging": self.staged.resident_bytes,
+            "states": tier["states"],
+        }
+
+    def close(self) -> None:
+        """Free the memory and remove the files of gradients and states."""
+        self.gradients.close()
+        self.tier.close()
+
 
 def build(
     shards: Sequence[ShardPlan],

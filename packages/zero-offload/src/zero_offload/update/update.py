@@ -17,7 +17,7 @@ from ..budget import HostBudget
 from ..errors import OffloadError, ShardError
 from ..sealed import Sealed
 from ..trace import Trace
-from ._build import UpdateParts, build, check_room_for_seal
+from ._build import build, check_room_for_seal
 from ._fragments import check_same_moments, make_fragments
 from ._gradients import CallerGradients, CollectedGradients, borrowed_gradient, known_shard
 from ._probed_states import number_tensor
@@ -97,7 +97,7 @@ class OffloadedUpdate:
             trace,
         )
         self._generations: list[Generation] = []
-        self._finalizer = weakref.finalize(self, _close_parts, self._parts)
+        self._finalizer = weakref.finalize(self, self._parts.close)
 
     @staticmethod
     def supports(optimizer: OptimizerLike) -> bool:
@@ -393,15 +393,7 @@ class OffloadedUpdate:
         """Return the bytes held now: ``states``, ``ring`` (buffers in front of files), ``gradients`` and ``staging`` in
         host memory, ``nvme`` in files, ``device`` on the device.
         """
-        tier, gradients = self._parts.tier.memory(), self._parts.gradients.memory()
-        return {
-            "device": tier["device"] + gradients["device"],
-            "gradients": gradients["gradients"],
-            "nvme": tier["nvme"] + gradients["nvme"],
-            "ring": tier["ring"],
-            "staging": self._parts.staged.resident_bytes,
-            "states": tier["states"],
-        }
+        return self._parts.memory()
 
     def bytes_written(self) -> int:
         """Return the bytes written to drives so far, which is what wears them."""
@@ -446,9 +438,3 @@ class OffloadedUpdate:
         """Raise OffloadError after `close`."""
         if self._closed:
             raise OffloadError("the optimizer is closed")
-
-
-def _close_parts(parts: UpdateParts) -> None:
-    """Free the memory and remove the files of an update."""
-    parts.gradients.close()
-    parts.tier.close()
