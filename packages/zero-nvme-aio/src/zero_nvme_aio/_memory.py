@@ -47,10 +47,10 @@ class AlignedBuffer(_native.Mapping):
 
 class BufferPool:
     """A fixed number (`count`) of AlignedBuffers of `nbytes` each, allocated once and reused; safe for several threads.
+    `huge_pages`: use huge pages where whole ones fit; `lock`: lock the memory. AioError when there is no such memory,
+    ValueError for a count below 1.
 
-    `huge_pages`, `lock` and AioError as in `AlignedBuffer`; ValueError for a count below 1.
-
-    `take` blocks until one is free, `give_back` makes it free again; `with pool.borrow() as buffer` does both.
+    `take` blocks until a buffer is free, `give_back` makes it free again; `with pool.borrow() as buffer` does both.
     """
 
     def __init__(self, nbytes: int, count: int, *, huge_pages: bool = True, lock: bool = False) -> None:

@@ -155,9 +155,7 @@ class GdsFile:
 
 class GdsEngine:
     """Moves CUDA memory to and from files without a copy through host memory, where driver and file system allow it.
-
-    `read`, `write`, `sync`, `open` and `close` as in `Engine`. The constructor raises AioError if kvikio is not
-    installed.
+    Its methods are used like those of `Engine`. The constructor raises AioError if kvikio is not installed.
     """
 
     def __init__(self) -> None:

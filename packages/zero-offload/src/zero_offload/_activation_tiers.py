@@ -192,9 +192,10 @@ class FiledActivations:
     reused for tensors of equal size.
 
     `memory` counts as ``host`` the buffers being written, not those being read, and as ``nvme`` the bytes in files,
-    also those that are free for reuse. ``checksums``, ``verify``, ``prefix`` and ``engine`` are those of
-    `open_extents`; ``trace``, if not None, records the transfers. The constructor opens the files (OffloadError if it
-    cannot), `close` removes them.
+    also those that are free for reuse. ``checksums`` are recorded as data is written, ``verify`` compares them on every
+    read; ``prefix`` begins the file names; ``engine``: a ``zero_nvme_aio.Engine`` to share, None for one of its own.
+    ``trace``, if not None, records the transfers. The constructor opens the files (OffloadError if it cannot), `close`
+    removes them.
     """
 
     def __init__(

@@ -73,14 +73,15 @@ class offload_activations:
     nothing moves. ``tier="nvme"`` writes files under ``path`` (one folder, or several to stripe over); buffers being
     written hold at most ``in_flight_bytes`` of host memory. ``device``: of the tensors, by default the current
     accelerator, else the CPU; others stay, and so do those below ``min_bytes``. When backward uses a saved tensor, the
-    next ``prefetch`` ones start on their way back. ``checksums``, ``verify``, ``prefix``, ``engine`` and ``trace`` are
-    those of `NvmeStore`.
+    next ``prefetch`` ones start on their way back. ``checksums`` are recorded as files are written, ``verify`` compares
+    them on every read, ``prefix`` begins the file names, ``engine`` is a ``zero_nvme_aio.Engine`` to share, and
+    ``trace`` records the transfers.
 
-    Enter it again for every forward pass; backward runs outside or inside of it. `close`, or garbage collection,
-    removes the files and frees the host memory of free blocks; entering it after `close` raises OffloadError. Works
-    with torch.utils.checkpoint (the inputs of its segments are moved). Backward raises RuntimeError, as without this
-    context, for a tensor that was written in place after it was saved. ShardError and its subclasses name the tensor,
-    the file and the offset.
+    Enter the context again for every forward pass; backward runs outside or inside of it. `close`, or garbage
+    collection, removes the files and frees the host memory of free blocks; entering the context after `close` raises
+    OffloadError. Works with torch.utils.checkpoint (the inputs of its segments are moved). Backward raises
+    RuntimeError, as without this context, for a tensor that was written in place after it was saved. ShardError and its
+    subclasses name the tensor, the file and the offset.
     """
 
     def __init__(

@@ -34,7 +34,8 @@ class NvmeStore:
     to the largest shard that it carried). The first shards that fit into ``host_bytes`` stay in host memory besides and
     are never written to files. ``checksums`` are recorded as data is written, ``verify`` compares them on every read.
     ``prefix`` begins the file names: two stores in one folder need different ones. ``engine``: a
-    ``zero_nvme_aio.Engine`` to share. ``pin`` and ``trace`` are those of `HostStore`.
+    ``zero_nvme_aio.Engine`` to share. ``pin`` false keeps host memory pageable. ``trace``, if not None, records the
+    transfers.
 
     At most ``buffer_count`` shards are held or on their way to the device at a time. There are no locks: one thread
     calls at a time; `seal` says when it may run beside others.

@@ -105,8 +105,8 @@ class Reorder(Fault):
 
 
 class FaultyEngine(Engine):
-    """An engine over a real backend that follows a plan of faults; made by `faulty_engine`. `settings`: those of
-    `Engine`, without `single_submit` and `overlap_events`.
+    """An engine over a real backend that follows a plan of `faults`; made by `faulty_engine`. `settings`: `backend`,
+    `queue_depth`, `block_bytes` and `threads`, as for `Engine`.
     """
 
     def __init__(self, faults: Iterable[Fault], **settings: Any) -> None:

@@ -36,9 +36,11 @@ def host_parts(shards: Sequence[ShardPlan], kept: Sequence[Slice]) -> list[Shard
 
 class SplitGradients:
     """`CollectedGradients` whose first elements of each shard, as `host_parts` says, go to host memory, while the
-    others stay on ``device``.
+    others stay on ``device``, where gradients are computed.
 
-    ``kept``: the slices on the device. The other arguments are as in `HostGradients`.
+    ``shards``: whose gradients are collected. ``slices``: what the step reads, by index; ``kept``: those that stay on
+    the device. ``pin``: the host memory is pinned, so that copies run beside compute. ``trace``, if not None, records
+    the copies.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ class DelayedUpdate:
 
     Arguments and methods are those of `OffloadedUpdate` with gradients in host memory: ``shards`` are updated by
     ``optimizer`` with the options that ``groups`` returns at every step, ``weights`` lends what forward reads on
-    ``device``, ``tier_options`` says where states are, ``budget`` collects the needs, ``trace`` records transfers. It
-    holds two sets of gradients and a copy of all weights in host memory. `step` waits for the previous step, writes its
+    ``device``, ``tier_options`` says where states are, ``budget`` collects the needs, ``trace`` records transfers. Two
+    sets of gradients and a copy of all weights are held in host memory. `step` waits for the previous step, writes its
     weights, and returns while its own runs; `finish`, and every method that reads or writes states, waits for that one
     too. The method that waits for a failed step raises its error.
     """

@@ -37,8 +37,8 @@ class ExactUpdate(OffloadedUpdate):
     [Note: speculate, validate, commit] When a shard's gradient is complete, a thread computes the new states and
     weights beside the old ones, in a `Journal`, with the factor that `expect` has announced. `step` takes a result only
     if everything it assumed has come true: the factor, the gradient, the options, the fragments; else the update is
-    computed from the old states, which nothing has touched. With several gradients per step, a shard's is complete when
-    there are as many as in the step before.
+    computed from the old states, which are untouched. With several gradients per step, a shard's is complete when there
+    are as many as in the step before.
 
     [Note: finish beside forward] Where weights are in host memory, `step` returns before they are written. The thread
     updates the shards in the order in which `await_update` asked for them after the step before, copying results that
@@ -46,9 +46,11 @@ class ExactUpdate(OffloadedUpdate):
     wait for all. Weights on an accelerator, and shards planned with ``read_at_once``, are written before `step`
     returns.
 
-    Arguments are those of `OffloadedUpdate`. ``journal_nbytes`` bounds the journal; shards that do not fit into it, the
-    first ones of ``shards``, are updated at the step. ValueError for a tier with files, for weights in files, and for a
-    ``ratio`` below 1 on an accelerator.
+    Arguments are those of `OffloadedUpdate`: ``shards`` are updated by ``optimizer`` with the options that ``groups``
+    returns at every step, ``weights`` lends what forward reads on ``device``, ``tier_options`` says where states are,
+    ``budget`` collects the needs, ``trace`` records transfers. ``journal_nbytes`` bounds the journal (None: no bound);
+    shards that do not fit into it, the first ones of ``shards``, are updated at the step. ValueError for a tier with
+    files, for weights in files, and for a ``ratio`` below 1 on an accelerator.
 
     If an update fails after `step` has returned, every later call raises OffloadError with step and shard; states are
     half updated then, until `reset`. A speculation that fails changes nothing: the update is computed again.

@@ -43,7 +43,8 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """``numel`` contiguous weights of one dtype, and the fragments in them, in order; other elements are not updated.
+    """A shard of ``numel`` weights of one dtype, and the fragments in it, in order; elements outside of these are not
+    updated.
 
     The last ``padding`` elements belong to no fragment and may be set to zero.
 
