@@ -43,7 +43,9 @@ _ENDS: ContextVar[TierEnds | None] = ContextVar("zero_offload_ends", default=Non
 
 
 def current_ends() -> TierEnds | None:
-    """Return the `TierEnds` of this context; None where the system is used."""
+    """Return the `TierEnds` that `tier_ends` has set for the running code; None outside of it, where the system
+    provides.
+    """
     return _ENDS.get()
 
 

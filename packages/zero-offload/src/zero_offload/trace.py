@@ -161,10 +161,10 @@ class Trace:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Wait for the transfers under way; write all events to the file ``path``, as JSON in the trace event format;
-        drop it on ui.perfetto.dev or chrome://tracing.
+        """Wait for the transfers under way; write all events to the file ``path``, as JSON in the trace event format,
+        which ui.perfetto.dev and chrome://tracing open.
 
-        Each hop is a row of its own, with as many rows below as transfers overlap.
+        Each hop is a row of its own, with further rows below it where its transfers overlap.
         """
         rows: list[dict[str, object]] = []
         tracks: dict[str, int] = {}

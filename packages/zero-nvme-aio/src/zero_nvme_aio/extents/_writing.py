@@ -107,6 +107,8 @@ class Writing:
 
 
 def _reallocate(allocator: Allocator, piece: WrittenRange) -> None:
-    """Change a range's stripe and file offset to those of a new allocation, on a path that can be written to."""
+    """Give a written range, whose write failed, a new allocation on a path that can be written to: change its stripe
+    and file offset.
+    """
     allocation = allocator.reallocate(piece.name, piece.begin, piece.end)
     piece.stripe, piece.file_offset = allocation.stripe, allocation.file_offset

@@ -61,7 +61,9 @@ class Gradients(Protocol):
         """
 
     def abort(self) -> None:
-        """End the use of all acquired gradients, after a step that failed."""
+        """End the use of all gradients that `acquire` returned and `release` has not ended, after a step that
+        failed.
+        """
 
     def clear(self) -> None:
         """Discard all gradients: no shard has one until the next is collected or given."""

@@ -158,7 +158,7 @@ class ShardUpdates:
             raise self._failure
 
     def is_running(self, shard: str) -> bool:
-        """Return whether the thread has yet to write the shard's weights, so that `wait_for` would block."""
+        """Return whether the thread has not yet written the shard's weights, so that `wait_for` would block."""
         future = self._running.get(shard)
         return future is not None and not future.done()
 

@@ -100,8 +100,8 @@ class KeptFragment:
         return self.has_moments and (self.has_master or not self.keeps_master) and not self.weights_changed
 
     def keeps(self, kind: StateKind, *, stale: bool = False) -> bool:
-        """Return whether the tier holds a valid value of a kind. A master is not valid once the weights were changed
-        from outside, unless ``stale`` ones are wanted too.
+        """Return whether the tier holds a valid value of a kind. A master whose weights were changed from outside is
+        not valid, but counts as valid with ``stale``.
         """
         if kind.moment is None:
             return self.has_master and (stale or not self.weights_changed)
