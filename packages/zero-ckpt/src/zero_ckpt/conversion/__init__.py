@@ -67,7 +67,7 @@ def convert(
 
 
 def _model_writer(kind: str) -> Callable[..., list[Path]]:
-    """Return the function that writes a model as `kind`, `pytorch` or `safetensors`."""
+    """Return the function that writes a model in the format `kind`, `pytorch` or `safetensors`."""
     if kind == "pytorch":
         from .pytorch_sink import write_pytorch
 
@@ -78,16 +78,16 @@ def _model_writer(kind: str) -> Callable[..., list[Path]]:
 
 
 def output_nbytes(source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32") -> int:
-    """Return about how many bytes `convert` writes with the same arguments: the total of its progress. Raises
-    CheckpointError as `convert` does for `to` and `dtype`."""
+    """Return about how many bytes `convert` writes with the same arguments, which is the total of its progress. Raises
+    CheckpointError for an unknown `to` or `dtype`."""
     if _target_format(target, to) in ("safetensors", "pytorch"):
         return sum(tensor.nbytes for tensor in _model_tensors(source, dtype))
     return sum(numel(tuple(tensor.shape)) * ITEMSIZE[tensor.dtype] for tensor in source.tensors.values())
 
 
 def _target_format(target: str | os.PathLike[str], to: str | None) -> str:
-    """Return the target's format, one of `TARGETS`: `to`, or by the suffix of `target`. Raises CheckpointError for an
-    unknown one."""
+    """Return the format to convert to, one of `TARGETS`: `to`, or, if that is None, the one that the suffix of `target`
+    means. Raises CheckpointError for an unknown one."""
     kind = to or ("pytorch" if Path(target).suffix in (".bin", ".pt", ".pth") else "safetensors")
     if kind not in TARGETS:
         raise CheckpointError(f"{kind!r} is no target; expected one of {', '.join(TARGETS)}")
@@ -95,8 +95,8 @@ def _target_format(target: str | os.PathLike[str], to: str | None) -> str:
 
 
 def _model_tensors(source: Source, dtype: str) -> list[ModelTensor]:
-    """Return the source's parameters and buffers, to be written as `dtype`. Raises CheckpointError for an unknown dtype
-    or without any."""
+    """Return the source's parameters and buffers, to be written in `dtype`. Raises CheckpointError for an unknown dtype
+    or a source without any."""
     if dtype != "keep" and dtype not in NAMES:
         raise CheckpointError(f"{dtype!r} is no output dtype; expected keep, {', '.join(NAMES)}")
     return model_tensors(source, None if dtype == "keep" else NAMES[dtype])

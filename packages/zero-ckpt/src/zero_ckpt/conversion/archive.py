@@ -1,4 +1,7 @@
-"""Check zip archives of `torch.save` before anything in them is trusted."""
+"""Check zip archives of `torch.save` before anything in them is trusted.
+
+A record is one file inside the archive. `path` names the archive in errors.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def require_stored_archive(path: Path) -> None:
 
 
 def _require_stored_and_bounded(file: BufferedReader, path: Path) -> None:
-    """Raise as `require_stored_archive` does for an open file; `path` names it."""
+    """Check an open archive as `require_stored_archive` does, and raise as that does."""
     try:
         nbytes = directory_nbytes(file.fileno(), str(path))
         if nbytes > _MAX_DIRECTORY_BYTES:
@@ -45,10 +48,11 @@ def _require_stored_and_bounded(file: BufferedReader, path: Path) -> None:
 
 
 def directory_nbytes(fd: int, where: str, begin: int = 0, length: int | None = None) -> int:
-    """Return the bytes of an archive's central directory, from the record at its very end, as `torch.save` writes it.
+    """Return the size in bytes of an archive's central directory, which the record at the archive's very end gives, as
+    `torch.save` writes it.
 
-    The archive is the file, or `length` bytes of it from `begin` on; `where` names it in errors. Raises CheckpointError
-    when it is no such archive, DamagedError when it is damaged.
+    The archive is the file `fd`, or `length` bytes of it from `begin` on; `where` names it in errors. Raises
+    CheckpointError when it is no such archive, DamagedError when it is damaged.
     """
     end = os.fstat(fd).st_size if length is None else begin + length
     if end == begin:
@@ -84,7 +88,7 @@ def directory_nbytes(fd: int, where: str, begin: int = 0, length: int | None = N
 
 def _require_stored(file: BufferedReader, nbytes: int, path: Path) -> None:
     """Raise CheckpointError for a compressed record or a pickle of more than 256 MiB, and DamagedError for a name that
-    is there twice or a record that reaches beyond the file's `nbytes`."""
+    is there twice or a record that reaches beyond the end of the file, which has `nbytes` bytes."""
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
     names = set()
@@ -104,11 +108,12 @@ def _require_stored(file: BufferedReader, nbytes: int, path: Path) -> None:
 
 
 def verify_archive(path: Path) -> None:
-    """Compare the CRC-32 of every record of a file of `torch.save` with its content, reading 8 MiB at a time.
+    """Compare the CRC-32 of every record of the `torch.save` file `path` with the record's content, reading 8 MiB at a
+    time.
 
     Records without a checksum, which torch can be told to leave out, are passed over. Raises DamagedError, naming the
-    file, when one differs or the archive cannot be read, also for what is no regular file and for a link, and before
-    anything is read as `require_stored_archive` does.
+    file, when a checksum differs or the archive cannot be read, also for a link and for what is no regular file. Before
+    anything is read, the archive is checked as `require_stored_archive` does, with its errors.
     """
     try:
         fd = open_regular(path)
@@ -120,7 +125,8 @@ def verify_archive(path: Path) -> None:
 
 
 def _verify_records(file: BufferedReader, path: Path) -> None:
-    """Read all records of an archive that has been examined. Raises as `verify_archive` does."""
+    """Read all records of an open archive, which compares their checksums; the archive has passed
+    `require_stored_archive`. Raises DamagedError when a checksum differs or a record cannot be read."""
     try:
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():

@@ -17,12 +17,12 @@ from .sources import Progress, Source, pieces
 
 
 def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrite: bool = False) -> Path:
-    """Save as `<root>/step<step>`, complete or not at all, and return that path. Memory is bounded: one piece is read
-    at a time.
+    """Save all tensors of `source` as checkpoint `<root>/step<step>`, complete or not at all, and return that path. One
+    piece is in memory at a time.
 
-    `latest` is pointed to it, unless it names a checkpoint of a later step, or a whole one of DeepSpeed. `progress` is
-    called with the bytes of each piece. Raises CheckpointError when anything is at that path, unless `overwrite`, when
-    a parent is no folder, and when reading or writing fails; an earlier checkpoint is untouched then.
+    `latest` is pointed to it, unless that names a checkpoint of a later step, or a whole one of DeepSpeed. `progress`
+    is called with the bytes of each piece. Raises CheckpointError when anything is at that path, unless `overwrite`,
+    when a parent is no folder, and when reading or writing fails; an earlier checkpoint is untouched then.
     """
     refuse_existing(root / f"step{source.step}", overwrite)
     require_folder(root / f"step{source.step}")

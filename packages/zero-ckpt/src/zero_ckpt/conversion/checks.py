@@ -37,8 +37,8 @@ def refuse_folder(path: Path) -> None:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError when there is anything at `path`, unless `overwrite`. A data file of a checkpoint is
-    refused in any case."""
+    """Raise CheckpointError when there is anything at `path`, unless `overwrite`; a data file of a checkpoint is
+    refused even then."""
     if is_data_file(path.name) and has_mark(path.parent):
         raise CheckpointError(f"{path} is a file of the checkpoint {path.parent}; name another target")
     if os.path.lexists(path) and not overwrite:
@@ -46,7 +46,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
 
 
 def refuse_other(path: Path, contents: bytes, overwrite: bool) -> None:
-    """Raise CheckpointError as `refuse_existing` does, unless the file at `path` has these contents already."""
+    """Raise CheckpointError as `refuse_existing` does, unless the file at `path` has these `contents` already."""
     if not (path.is_file() and path.stat().st_size == len(contents) and path.read_bytes() == contents):
         refuse_existing(path, overwrite)
 
@@ -65,7 +65,7 @@ def move_into_place(finished: Path, path: Path, overwrite: bool) -> None:
 
 
 def _exists_error(path: Path) -> CheckpointError:
-    """Return the error for a target that is there already."""
+    """Return the error that says that there is something at `path` already."""
     return CheckpointError(
         f"{path} exists and is not overwritten; name another target, or pass overwrite=True (--overwrite)"
     )

@@ -26,15 +26,15 @@ class ComposedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape."""
+        """The shape, (`numel`,)."""
         return (self.numel,)
 
 
 class ComposedSource:
-    """A `Source` with the tensors of another and, beside them, `composed` and `given` ones, by (name, kind).
+    """A `Source` with the tensors of `source` and, beside them, `composed` and `given` ones, by (name, kind).
 
-    `given` tensors have their bytes here: shape, dtype and data of each. Values are rounded to the dtype of the
-    composed tensor. What a run's parameter lacks is zeros.
+    Composed tensors are put together from runs of the source's tensors. Given tensors have their bytes in memory.
+    Values are rounded to the dtype of the composed tensor. A run is zeros if its parameter has no tensor of the kind.
     """
 
     def __init__(
@@ -74,13 +74,15 @@ class ComposedSource:
         return self._source.fingerprint
 
     def cuts(self, name: str, kind: str) -> Sequence[int]:
-        """Return the elements at which reads should begin; none for tensors that are put together."""
+        """Return the elements at which reads of a tensor should begin to be cheap (see `Source.cuts`); an empty list
+        for composed tensors."""
         if (name, kind) in self._composed or (name, kind) in self._given:
             return ()
         return self._source.cuts(name, kind)
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with a tensor's elements from flat element `offset` on. Raises CheckpointError."""
+        """Fill `out` with a tensor's elements from flat element `offset` on. Raises CheckpointError when they cannot be
+        read."""
         view = memoryview(out).cast("B")
         if (name, kind) in self._given:
             begin = offset * ITEMSIZE[self._given[name, kind].dtype]
@@ -91,7 +93,7 @@ class ComposedSource:
             self._source.read_into(name, kind, offset, view)
 
     def _compose(self, tensor: ComposedTensor, offset: int, view: memoryview) -> None:
-        """Fill `view` with elements of a composed tensor from `offset` on."""
+        """Fill `view` with the bytes of a composed tensor's elements from element `offset` on."""
         size = ITEMSIZE[tensor.dtype]
         end = offset + view.nbytes // size
         view[:] = bytes(view.nbytes)

@@ -78,29 +78,28 @@ class _Unpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
 
     def load_build(self) -> None:
-        """Give an object its state: the opcode BUILD. Raises UnpicklingError for a class or a function, which belong to
-        the process and not to the file.
-        """
+        """Handle the opcode BUILD: set the state of the object on the stack. Raises UnpicklingError for the state of a
+        class or a function, which belongs to the process and not to the file."""
         if callable(self.stack[-2]):
             raise pickle.UnpicklingError(f"{self.stack[-2]!r} is not allowed to get a state in checkpoint metadata")
         super().load_build()  # type: ignore[misc]
 
     def load_reduce(self) -> None:
-        """Call what is on the stack, which is allowed: the opcode REDUCE. Raises UnpicklingError for a mapping or set
-        that is made with arguments: one is to be filled item by item, where its keys are checked.
-        """
+        """Handle the opcode REDUCE: call the allowed class on the stack. Raises UnpicklingError for a mapping or set
+        that is made with arguments, as it must be filled item by item, where its keys are checked."""
         if self.stack[-2] in (dict, set, OrderedDict) and self.stack[-1]:
             raise pickle.UnpicklingError(f"{self.stack[-2].__name__}(…) is not allowed in checkpoint metadata")
         super().load_reduce()  # type: ignore[misc]
 
     def load_setitem(self) -> None:
-        """Set an item of a mapping. Raises UnpicklingError for a key that is not allowed (see `_require_key`)."""
+        """Handle the opcode SETITEM: set an item of a mapping. Raises UnpicklingError for a key that is not allowed
+        (see `_require_key`)."""
         _require_key(self.stack[-2])
         super().load_setitem()  # type: ignore[misc]
 
     def load_setitems(self) -> None:
-        """Set items of a mapping. Raises UnpicklingError, before any is set, for a key that is not allowed (see
-        `_require_key`)."""
+        """Handle the opcode SETITEMS: set items of a mapping. Raises UnpicklingError, before any is set, for a key that
+        is not allowed (see `_require_key`)."""
         for key in self.stack[::2]:  # what came since the mark; `pop_mark` has not been called yet
             _require_key(key)
         super().load_setitems()  # type: ignore[misc]
@@ -164,7 +163,7 @@ def _read_metadata(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    """Return a descriptor of a regular file, which may be reached by a link, for the caller to close. Raises
+    """Open a regular file, which may be reached by a link, and return its descriptor, for the caller to close. Raises
     DamagedError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -177,7 +176,8 @@ def _open(path: Path) -> int:
 
 
 def _names_and_kinds(keys: list[str]) -> dict[str, tuple[str, str]]:
-    """Return by key of the checkpoint the (name, kind) of its tensor, as `open_dcp` describes it."""
+    """Return, for each of `keys`, the checkpoint's own names of tensors, the (name, kind) of the tensor, as `open_dcp`
+    describes it."""
     optimizer = [key for key in keys if ".state." in key and key.startswith(("optim.", "optimizer."))]
     model = [key for key in keys if key not in optimizer]
     firsts = {key.split(".", 1)[0] for key in model}
@@ -192,8 +192,8 @@ def _names_and_kinds(keys: list[str]) -> dict[str, tuple[str, str]]:
 def _segmented_tensor(
     directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any], most: int
 ) -> SegmentedTensor:
-    """Return a tensor of the checkpoint in `directory`; `value` is the metadata of `key`, and `places` has the storage
-    info of its chunks by their offsets.
+    """Return the tensor that the checkpoint in `directory` stores under `key`. `value` is the metadata of the key;
+    `places` has the storage info of the tensor's chunks by their offsets.
 
     A tensor in one chunk may be stored without an offset. Raises DamagedError, before memory is allocated, when there
     would be more than `most` segments, and for metadata or files that are not valid.
@@ -215,17 +215,17 @@ def _segmented_tensor(
 
 
 def _path_inside(directory: Path, relative: str) -> Path:
-    """Return the path of a file in `directory`. Raises DamagedError when it leads outside."""
+    """Return the path of the file `relative` in `directory`. Raises DamagedError when it leads outside."""
     if relative.startswith("/") or ".." in Path(relative).parts:
         raise DamagedError(f"{directory}: {relative!r} leads outside")
     return directory / relative
 
 
 def _data_begin(file: Path, place: Any, nbytes: int) -> int:
-    """Return the byte of `file` at which the data of the one tensor in the `torch.save` archive at `place` begins.
+    """Return the byte of `file` at which a tensor's data begins. The tensor, of `nbytes` bytes, is the only one in a
+    `torch.save` archive, and `place` has the archive's `offset` and `length` in the file.
 
-    `place` has `offset` and `length` of the archive in the file, `nbytes` is the size of the tensor. Raises
-    CheckpointError, or DamagedError for what is not inside the file.
+    Raises CheckpointError for an archive that is not read, and DamagedError for what is not inside the file.
     """
     with open(_open(file), "rb") as handle:
         total = os.fstat(handle.fileno()).st_size
@@ -254,8 +254,8 @@ def _data_begin(file: Path, place: Any, nbytes: int) -> int:
 
 
 class _Window(io.RawIOBase):
-    """Bytes `begin` to `begin + length` of a file, as a read-only file of their own; it moves the position of
-    `file`."""
+    """Bytes `begin` to `begin + length` of `file`, as a read-only file object of their own. Reading moves the position
+    of `file`."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         self._file, self._begin, self._length = file, begin, length
@@ -290,8 +290,8 @@ class _Window(io.RawIOBase):
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Return a shape or offsets as a tuple. Raises DamagedError unless it has at most 64 integers from 0 to 2**62 -
-    1."""
+    """Return `value`, a shape or offsets, as a tuple. Raises DamagedError unless it is at most 64 integers from 0 to
+    2**62 - 1."""
     found = tuple(value)
     if len(found) > 64 or not all(type(size) is int and 0 <= size < 1 << 62 for size in found):
         raise DamagedError(f"a shape or an offset of type {type(value).__name__} holds what is no size")

@@ -1,7 +1,10 @@
 """DeepSpeed checkpoints of stages 0 to 3 as a source: which bytes of which file make up which tensor.
 
-Stages 1 and 2 cut each parameter group's flat vector into one partition per rank. Stage 3 cuts each parameter into one
-piece per rank, padded at the end, and each rank strings its pieces together, group by group.
+Stages 1 and 2 split each parameter group's flat vector into one partition per rank. Stage 3 splits each parameter into
+one piece per rank, padded at the end, and each rank lays its pieces end to end, group by group. A tag directory holds
+one checkpoint: a model file per rank and, from stage 1 on, an optimizer file per rank. `Tensors` maps (name, kind) to
+where a tensor's elements lie; kinds are `param`, `buffer`, `master` and optimizer states. Every tensor of `torch.save`
+is read without its data, as a `Stored` position.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ Tensors = dict[tuple[str, str], SegmentedTensor]
 
 
 class ModelFile:
-    """The contents of a `*_model_states.pt`, without its tensors' data.
+    """The contents of the model file `path`, a `*_model_states.pt`, without its tensors' data.
 
-    Raises CheckpointError, DamagedError when the file cannot be read or has no `module`.
+    Raises CheckpointError for a file that is not read, and DamagedError when it is damaged or has no `module`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,8 +61,8 @@ class ModelFile:
         return [{name: tuple(shape) for name, shape in group.items()} for group in self.data.get("param_shapes") or ()]
 
     def aliases(self) -> dict[str, str]:
-        """Return tied names, each with the name that is stored; where the file does not list them, names of the same
-        shape at the same bytes."""
+        """Return tied names, each with the name under which the tensor is stored. Where the file does not list them,
+        names of the same shape at the same bytes are tied."""
         listed = self.data.get("shared_params")
         if listed is not None:
             return dict(listed)
@@ -73,7 +76,7 @@ class ModelFile:
         return found
 
     def frozen(self) -> frozenset[str] | None:
-        """Return the names of parameters that are in no group; None where the file lists no groups (stage 0)."""
+        """Return the names of parameters that are in no param group; None where the file lists no groups (stage 0)."""
         trained = {name for group in self.shapes() for name in group}
         if not trained:
             return None
@@ -85,8 +88,8 @@ class ModelFile:
         return int(self.data.get("global_steps") or 0)
 
     def client_state(self) -> dict[str, Any]:
-        """Return the plain-data entries that are not DeepSpeed's own; under `not_converted` the names of entries that
-        are neither, if any."""
+        """Return the entries of the file that are plain data and not DeepSpeed's own. If other entries of the user
+        cannot be converted, `not_converted` has their names."""
         plain: dict[str, Any] = {}
         left = []
         for key, value in self.data.items():
@@ -124,7 +127,8 @@ def open_models(directory: Path) -> list[ModelFile]:
 
 
 def open_model(directory: Path) -> ModelFile:
-    """Return the model file of the first data-parallel rank. Raises as `open_models` does, which reads them all."""
+    """Return the model file of the first data-parallel rank of a tag directory, and read no other. Raises DamagedError
+    when a rank's model file is missing or this one is damaged."""
     return ModelFile(_files_by_rank(directory, "*_model_states.pt", _MODEL)[0])
 
 
@@ -135,7 +139,8 @@ def optimizer_files(directory: Path) -> list[Path]:
 
 
 def model_tensors(model: ModelFile) -> Tensors:
-    """Return the parameters and buffers that a model file holds in full, each once, by (name, kind)."""
+    """Return the parameters and buffers that a model file holds in full, by (name, kind), each once though it may have
+    several names."""
     aliases = model.aliases()
     tensors: Tensors = {}
     for name, tensor in model.module.items():
@@ -146,10 +151,9 @@ def model_tensors(model: ModelFile) -> Tensors:
 
 
 def assemble(tensors: Tensors, model: ModelFile, client: dict[str, Any]) -> SegmentSource:
-    """Return the source of these tensors, with step, tied and frozen names from `model`, and `client` as client state.
-
-    Raises DamagedError when a parameter that the model file lists is missing, or a tensor is not covered.
-    """
+    """Return a source with the given tensors; `model` gives the step, tied and frozen names, `client` is its client
+    state. Raises DamagedError when a parameter that the model file lists is missing, or the elements of a tensor are
+    not all there."""
     known = {name for name, kind in tensors if kind in MODEL_KINDS}
     aliases = model.aliases()
     listed = [name for group in model.shapes() for name in group] + list(model.data.get("frozen_param_shapes") or {})
@@ -161,11 +165,8 @@ def assemble(tensors: Tensors, model: ModelFile, client: dict[str, Any]) -> Segm
 
 
 def param_groups(optimizer: Any) -> dict[str, Any]:
-    """Return `{"param_groups": [...]}` with the hyperparameters, as far as they are plain data, of an optimizer's state
-    dict.
-
-    Empty for an object that has none.
-    """
+    """Return `{"param_groups": [...]}`, the hyperparameters of an optimizer's state dict as far as they are plain data;
+    empty for an object that has none."""
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return {}
@@ -179,10 +180,11 @@ def param_groups(optimizer: Any) -> dict[str, Any]:
 
 
 def _files_by_rank(directory: Path, pattern: str, name: re.Pattern[str], *, required: bool = True) -> list[Path]:
-    """Return the files that match `pattern`, by rank; `name` has groups for rank and model-parallel rank.
+    """Return the files of a tag directory that match the glob `pattern`, by data-parallel rank. `name` has groups for
+    rank and model-parallel rank.
 
-    Raises CheckpointError for a name of a model-parallel rank or unknown form, and DamagedError when a rank's file is
-    missing or, if `required`, there are none.
+    Raises CheckpointError for a name of a model-parallel rank or of unknown form, and DamagedError when a rank's file
+    is missing or, if `required`, there are none.
     """
     found: dict[int, Path] = {}
     for path in directory.glob(pattern):
@@ -198,10 +200,11 @@ def _files_by_rank(directory: Path, pattern: str, name: re.Pattern[str], *, requ
 def _add_optimizers(
     tensors: Tensors, models: Sequence[ModelFile], states: Sequence[Mapping[str, Any]], paths: Sequence[Path]
 ) -> None:
-    """Add masters and optimizer state to `tensors`, from the ranks' files `paths`, whose contents are `states`.
+    """Add masters and optimizer state to `tensors`, at stage 3 also frozen parameters. `paths` are the ranks' optimizer
+    files, `states` their contents, and `models` the ranks' model files.
 
-    At stage 3 frozen parameters too. A master becomes the `param` where the model uses fp32. Raises DamagedError when
-    another number of ranks wrote the files, or they are of two saves.
+    A master becomes the `param` where the model uses fp32. Raises DamagedError when another number of ranks wrote the
+    files, or they are of two saves.
     """
     model = models[0]
     stage = _number(states[0].get("zero_stage", 1))
@@ -242,10 +245,11 @@ def _tensor_list(state: Mapping[str, Any], key: str, path: Path) -> list[torch.T
 
 
 def _values_by_kind(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str) -> dict[str, list[Any]]:
-    """Return, for parameter group number `group`, by kind the list of the ranks' values: flat tensors, or numbers.
+    """Return the values that the ranks hold of parameter group number `group`, by kind: a list by rank of flat tensors
+    or numbers. `states` are the contents of the ranks' optimizer files.
 
-    The kinds are `master`, from the list under the key `fp32`, and every optimizer state of the state dict under `key`.
-    Raises CheckpointError for an elastic state of early versions.
+    The kinds are `master`, from the list under the key `fp32` of a file, and every optimizer state of the state dict
+    under `key`. Raises CheckpointError for an elastic state of early versions.
     """
     found: dict[str, list[Any]] = {"master": [state[fp32][group] for state in states]}
     base = [state[key] for state in states]
@@ -258,13 +262,13 @@ def _values_by_kind(states: Sequence[Mapping[str, Any]], group: int, key: str, f
 
 
 def _is_flat(values: Sequence[Any]) -> bool:
-    """Return whether all values, one per rank, are 1-dimensional tensors."""
+    """Return whether all values are 1-dimensional tensors."""
     return all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values)
 
 
 def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> Tensors:
-    """Return masters and states of stages 1 and 2, by (name, kind), from the ranks' files `paths`, whose contents are
-    `states`."""
+    """Return masters and optimizer states of stages 1 and 2, by (name, kind). `paths` are the ranks' optimizer files,
+    `states` their contents; `model` gives the order and shapes of parameters."""
     tensors: Tensors = {}
     key = "single_partition_of_fp32_groups"
     flats = [_tensor_list(state, key, path) for state, path in zip(states, paths, strict=True)]
@@ -287,10 +291,11 @@ def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Seque
 
 
 def _segments_in(parts: Sequence[Stored | None], lengths: Sequence[int], begin: int, length: int) -> Iterator[Segment]:
-    """Yield segments for elements `begin` to `begin + length` of tensors laid end to end; their offsets count from
-    `begin`.
+    """Yield the segments of a tensor that is elements `begin` to `begin + length` of the tensors `parts`, laid end to
+    end; the segments' offsets count from `begin`.
 
-    Each of `parts` takes up its entry of `lengths` elements, of which it may hold fewer, or with None none.
+    Each of `parts` takes up as many elements as its entry of `lengths` says; it may hold fewer, or, if it is None,
+    none.
     """
     position = 0
     for part, room in zip(parts, lengths, strict=True):
@@ -301,8 +306,8 @@ def _segments_in(parts: Sequence[Stored | None], lengths: Sequence[int], begin: 
 
 
 def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> Tensors:
-    """Return masters and states of stage 3, by (name, kind), from the ranks' files `paths`, whose contents are
-    `states`."""
+    """Return masters and optimizer states of stage 3, by (name, kind). `paths` are the ranks' optimizer files, `states`
+    their contents; `model` gives the order and shapes of parameters."""
     tensors: Tensors = {}
     flats = [_tensor_list(state, "fp32_flat_groups", path) for state, path in zip(states, paths, strict=True)]
     lengths = [[flat.numel() for flat in own] for own in flats]
@@ -334,8 +339,8 @@ def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequen
 def _flat_tensors(
     by_group: Sequence[Mapping[str, list[Any]]], kind: str, paths: Sequence[Path]
 ) -> list[list[Stored | None]]:
-    """Return, for each rank, the list of flat tensors of a kind, one per parameter group; None for groups that have
-    none.
+    """Return, for each rank, a list with its flat tensor of `kind` for each parameter group; None for groups that have
+    no such state.
 
     `by_group` has the ranks' values by kind, per group (see `_values_by_kind`); `paths` are the ranks' files.
     """
@@ -344,8 +349,7 @@ def _flat_tensors(
 
 
 def add_frozen(tensors: Tensors, models: Sequence[ModelFile]) -> None:
-    """Add to `tensors` the frozen parameters that are not in it, each joined from the fragments in the ranks' model
-    files."""
+    """Add to `tensors` those frozen parameters that it lacks, each joined from the fragments in the ranks' model files."""
     for name, shape in (models[0].data.get("frozen_param_shapes") or {}).items():
         if (name, "param") in tensors:
             continue

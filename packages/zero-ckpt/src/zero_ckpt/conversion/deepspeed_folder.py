@@ -1,4 +1,7 @@
-"""Which folders are checkpoints of DeepSpeed, which of their files are read, and whether those are whole."""
+"""Which folders are checkpoints of DeepSpeed, which of their files are read, and whether those are whole.
+
+A root is a directory of checkpoints, each in a folder that is named by its tag, the tag directory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def is_foreign(directory: Path) -> bool:
 
 
 def deepspeed_tags(root: Path) -> Iterator[str]:
-    """Yield the tags of DeepSpeed's directories in a root, and of those that a save has moved aside."""
+    """Yield the tags of DeepSpeed's checkpoints in a root, also of those that a save has moved aside to replace them."""
     if root.is_dir():
         tags = (path for path in root.iterdir() if is_tag(path.name) and not path.is_symlink())
         yield from (path.name for path in tags if is_foreign(path))
@@ -26,7 +29,8 @@ def deepspeed_tags(root: Path) -> Iterator[str]:
 
 
 def step_of(directory: Path) -> int:
-    """Return the step of one of DeepSpeed's directories; -1 where it cannot be read, as without torch."""
+    """Return the step of the DeepSpeed checkpoint in `directory`; -1 where it cannot be read, for example without
+    torch."""
     try:
         from .deepspeed import open_model
 
@@ -36,15 +40,16 @@ def step_of(directory: Path) -> int:
 
 
 def files_of(directory: Path) -> list[Path]:
-    """Return the files of a tag directory of DeepSpeed that are read, sorted."""
+    """Return those files of a tag directory of DeepSpeed that loading reads, sorted."""
     return sorted([*directory.glob("*_states.pt"), *directory.glob("zero/**/*.pt")])
 
 
 def names_whole_deepspeed(root: Path, tag: str | None, *, checksums: bool) -> bool:
-    """Return whether `tag` of a root is a checkpoint of DeepSpeed in which nothing is missing or damaged.
+    """Return whether `tag` of a root is a checkpoint of DeepSpeed in which nothing is missing or damaged; False if
+    `tag` is None.
 
-    True also for one that cannot be judged here, as without torch or of a model-parallel run. With `checksums` all of
-    its bytes are read and compared with them, otherwise its files' structure is.
+    True also for one that cannot be judged here, as without torch or of a model-parallel run. With `checksums` all
+    bytes of its files are read and compared with their checksums, otherwise only the structure is examined.
     """
     if tag is None or not is_tag(tag) or (root / tag).is_symlink() or not is_foreign(root / tag):
         return False

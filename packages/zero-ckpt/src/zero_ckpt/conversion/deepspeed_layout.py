@@ -1,7 +1,8 @@
 """Where DeepSpeed puts which elements of which parameter: arithmetic without tensors.
 
-Stages 1 and 2 lay the parameters of a group end to end and cut the whole into one partition per rank; stage 3 cuts each
-parameter, and each rank lays its pieces end to end, group by group.
+Stages 1 and 2 lay the parameters of a group end to end and split the whole into one partition per rank; stage 3 splits
+each parameter into one piece per rank, and each rank lays its pieces end to end, group by group. `names` and `numels`
+are the names and numbers of elements of a group's parameters, in order; `ranks` is the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class ParameterRun:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One rank's flat tensor of a group: its runs, its elements, and how many of them at its end are padding."""
+    """One rank's flat tensor of a group: its runs of parameters, its number of elements, and how many of these at its
+    end are padding."""
 
     runs: tuple[ParameterRun, ...]
     numel: int
@@ -35,14 +37,16 @@ class FlatGroup:
 
 
 def round_robin(names: Sequence[str], ranks: int) -> list[str]:
-    """Return the names in the order of `round_robin_gradients`: every `ranks`-th, from each of the first `ranks` on."""
+    """Return the names in the order of DeepSpeed's option `round_robin_gradients`: every `ranks`-th name, beginning
+    with the first, then with the second, and so on."""
     return [name for first in range(min(ranks, len(names))) for name in names[first::ranks]]
 
 
 def alignment_gaps(numels: Sequence[int], itemsize: int, *, aligned: bool) -> list[int]:
-    """Return the elements of padding behind each parameter of a group under `parameter_alignment`; zeros without it.
+    """Return the elements of padding behind each parameter of a group under DeepSpeed's option `parameter_alignment`;
+    all zero unless `aligned`. The last one is always 0.
 
-    `itemsize`: bytes of an element of the weights. The last has none.
+    `itemsize`: bytes of an element of the weights.
     """
     multiple = _ALIGNED_BYTES // gcd(_ALIGNED_BYTES, itemsize) if aligned else 1
     gaps, position = [], 0
@@ -55,7 +59,8 @@ def alignment_gaps(numels: Sequence[int], itemsize: int, *, aligned: bool) -> li
 def partition_of_group(
     names: Sequence[str], numels: Sequence[int], gaps: Sequence[int], rank: int, ranks: int
 ) -> FlatGroup:
-    """Return the partition of `rank` at stages 1 and 2; `gaps`: padding behind each parameter."""
+    """Return the partition of a group that `rank` holds at stages 1 and 2. `gaps`: elements of padding behind each
+    parameter."""
     total = sum(numels) + sum(gaps)
     size = -(-total // (ranks * _PARTITION_MULTIPLE)) * _PARTITION_MULTIPLE
     first, runs, position = rank * size, [], 0
@@ -68,7 +73,8 @@ def partition_of_group(
 
 
 def pieces_of_group(names: Sequence[str], numels: Sequence[int], rank: int, ranks: int) -> FlatGroup:
-    """Return the pieces of `rank` at stage 3, each padded at its end; the padding in between is not counted."""
+    """Return the flat tensor of the pieces of a group that `rank` holds at stage 3. Each piece is padded at its end;
+    this padding is in the number of elements, but not in the count of padding, which is 0."""
     runs, begin = [], 0
     for name, numel in zip(names, numels, strict=True):
         size = -(-numel // ranks)
@@ -80,9 +86,8 @@ def pieces_of_group(names: Sequence[str], numels: Sequence[int], rank: int, rank
 
 
 def sub_groups(names: Sequence[str], numels: Sequence[int], ranks: int, limit: int) -> Iterator[list[str]]:
-    """Yield the parameter names of each sub-group of a parameter group at stage 3: consecutive ones, until they have
-    `limit` elements or more on each rank.
-    """
+    """Yield the parameter names of each sub-group of a group at stage 3. A sub-group is consecutive parameters, until
+    they have `limit` elements or more on each rank."""
     sizes = [-(-numel // ranks) for numel in numels]
     if limit >= sum(sizes):
         yield list(names)

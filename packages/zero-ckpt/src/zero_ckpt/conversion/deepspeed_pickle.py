@@ -1,6 +1,7 @@
 """Pickles that name DeepSpeed's classes, which are not imported.
 
-Only for writing: what is read here goes through `torch_file`, which resolves none of these names.
+Only for writing: reading goes through `torch_file`, which resolves none of these names. Classes here have attributes of
+the same names as DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class NamingPickler(PythonPickler):  # type: ignore[misc, unused-ignore]
     """
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        """Write a class or function by its name."""
+        """Write a class or function as its name: for a subclass of `DeepSpeedObject` its `place`, for others `name` or
+        the one that they have."""
         if isinstance(obj, type) and issubclass(obj, DeepSpeedObject):
             self.write(GLOBAL + "\n".join((*obj.place, "")).encode())  # type: ignore[attr-defined, unused-ignore]
             self.memoize(obj)  # type: ignore[attr-defined, unused-ignore]

@@ -1,5 +1,9 @@
 """Write one rank's files of a checkpoint of DeepSpeed from any source that has the tensors in full.
 
+A template tensor stands for bytes that are written later: its own memory is never touched (see [Note: filled
+templates]). A flat tensor is one rank's elements of the parameters of a param group, or at stage 3 of a sub-group, laid
+end to end. `names` are names of parameters.
+
 [Note: what DeepSpeed's files cannot say]
 DeepSpeed keeps one step for all parameters of a group, and a state for every trained parameter. A parameter that never
 had a gradient gets zeros, as it has there; where the steps of a group differ, all get the largest, which is logged, as
@@ -91,8 +95,7 @@ def write_rank_files(source: Source, form: DeepSpeedForm, folder: Path, rank: in
 class _RankFiles:
     """The contents of one rank's files; the arguments are those of `write_rank_files`.
 
-    The tensors in them are template tensors: their memory is never touched, and when the file is written their bytes
-    come from the source (see [Note: filled templates]).
+    The tensors in them are template tensors, whose bytes come from the source when a file is written.
     """
 
     def __init__(self, source: Source, form: DeepSpeedForm, rank: int, ranks: int) -> None:
@@ -113,8 +116,8 @@ class _RankFiles:
             raise CheckpointError(f"{missing[0]!r} of the optimizer is not among the model's parameters")
 
     def _warn_of_left_out(self) -> None:
-        """Log which parameters have a master or states, but are in no group, as those that were frozen after some
-        steps."""
+        """Log which parameters have a master or states but are in no group, as happens if they are frozen after some
+        steps; their states are not saved."""
         held = {name for name, kind in self._source.tensors if kind == "master" or is_optimizer_kind(kind)}
         left = sorted(held - self._trained)
         if left:
@@ -125,7 +128,8 @@ class _RankFiles:
             )
 
     def write(self, value: dict[str, Any], path: Path) -> None:
-        """Write to `path` a file whose content `value` is, or contains, what `model` or `optimizer` returned."""
+        """Write `value`, the content that `model` or `optimizer` returned or a dict that contains it, as a file to
+        `path`."""
         found = list(_tensors(value))
         tensors = {str(number): self._places[id(tensor)] for number, tensor in enumerate(found)}
         source = ComposedSource(self._source, self._composed, self._given)
@@ -198,14 +202,15 @@ class _RankFiles:
         }
 
     def _ordered(self, names: Sequence[str]) -> list[str]:
-        """Return the parameters of a group in the order of its flat tensor. Raises CheckpointError for an empty
-        group."""
+        """Return the parameters `names` of a group in the order of the group's flat tensor. Raises CheckpointError for
+        an empty group."""
         if not names:
             raise CheckpointError("a param group without trained parameters has no place in a checkpoint of DeepSpeed")
         return round_robin(names, self._ranks) if self._form.round_robin and self._form.stage < 3 else list(names)
 
     def _parts(self, group: Sequence[str]) -> Iterator[tuple[list[str], FlatGroup]]:
-        """Yield the names, and this rank's flat tensor, of a group's sub-groups; below stage 3 of the group itself."""
+        """Yield (parameter names, this rank's flat tensor) for each sub-group of a group; below stage 3 for the group
+        itself."""
         numels = [self._numel(name) for name in group]
         if self._form.stage < 3:
             flat = partition_of_group(group, numels, self._gaps(group), self._rank, self._ranks)
@@ -216,13 +221,15 @@ class _RankFiles:
             yield names, pieces_of_group(names, sizes, self._rank, self._ranks)
 
     def _gaps(self, group: Sequence[str]) -> list[int]:
-        """Return the elements of padding behind each parameter of a group."""
+        """Return the elements of padding behind each parameter of `group`, the names of a group."""
         itemsize = ITEMSIZE[self._source.tensors[group[0], "param"].dtype]
         return alignment_gaps([self._numel(name) for name in group], itemsize, aligned=self._form.aligned)
 
     def _states_of_flat(self, index: int, names: Sequence[str], flat: FlatGroup) -> dict[str, Any]:
-        """Return the optimizer's states of flat tensor number `index`, `flat`, by key; empty where none of the
-        parameters `names` in it has any. Raises CheckpointError for a state that is not elementwise.
+        """Return the optimizer states of this rank's flat tensor `flat` by key; empty where none of the parameters
+        `names` in it has any. `index` is its number among the rank's flat tensors.
+
+        Raises CheckpointError for a state that is not elementwise.
         """
         keys = dict.fromkeys(key for name in names for key in self._kinds.get(name, {}))
         state: dict[str, Any] = {}
@@ -241,10 +248,10 @@ class _RankFiles:
         return state
 
     def _shared_number(self, key: str, kinds: Mapping[str, str]) -> Any:
-        """Return the value of a state of one element that parameters share, the largest where they differ, which is
-        logged; an int for a step.
+        """Return the one value that a group stores for a one-element state of all its parameters: the largest where
+        they differ, which is logged. It is an int for a step.
 
-        `key` names the state; `kinds` has its kind by parameter.
+        `key` names the state; `kinds` has its kind in the source by parameter.
         """
         values = {name: self._read_number(name, kind) for name, kind in kinds.items()}
         largest = max(values.values())
@@ -259,29 +266,28 @@ class _RankFiles:
         return int(largest) if key == "step" else largest
 
     def _read_number(self, name: str, kind: str) -> float:
-        """Return a state of one element, of parameter `name`, as a number."""
+        """Return the one-element state `kind` of parameter `name` as a number."""
         dtype = self._source.tensors[name, kind].dtype
         raw = bytearray(ITEMSIZE[dtype])
         self._source.read_into(name, kind, 0, raw)
         return float(torch.frombuffer(raw, dtype=torch_dtype(dtype)))
 
     def _weight_kinds(self, names: Iterable[str]) -> dict[str, str]:
-        """Return by parameter the kind of its weights in the highest precision: "master", or "param" where there is
-        none.
-        """
+        """Return the kind of each parameter's weights in the highest precision, by name: "master", or "param" where
+        there is none."""
         return {name: "master" if (name, "master") in self._source.tensors else "param" for name in names}
 
     def _compose_pieces(self, place: str, kind: str, names: Sequence[str]) -> torch.Tensor:
-        """Return a template tensor for this rank's padded pieces of the parameters `names`, of kind `kind`; `place` is
-        a name that no other tensor has.
-        """
+        """Return a template tensor for this rank's padded pieces, as at stage 3, of the tensors of `kind` of the
+        parameters `names`. `place` is a name that no other template tensor has."""
         flat = pieces_of_group(names, [self._numel(name) for name in names], self._rank, self._ranks)
         return self._compose(place, kind, flat, dict.fromkeys(names, kind), flat.numel)
 
     def _compose(self, place: str, kind: str, flat: FlatGroup, kinds: Mapping[str, str], length: int) -> torch.Tensor:
-        """Return a template tensor for the first `length` elements of the flat tensor `flat`, composed of the tensors
-        that `kinds` names (parameter to kind); (`place`, `kind`) is a key that no other tensor has. Raises
-        CheckpointError where their dtypes differ.
+        """Return a template tensor for the first `length` elements of the flat tensor `flat`. `kinds` maps its
+        parameters to the kinds of the tensors to take; (`place`, `kind`) is a key that no other template tensor has.
+
+        Raises CheckpointError where the dtypes of these tensors differ.
         """
         dtypes = {name: self._source.tensors[name, found].dtype for name, found in kinds.items()}
         name, dtype = next(iter(dtypes.items()))
@@ -306,9 +312,8 @@ class _RankFiles:
         return self._new_template(ModelTensor("\0nothing", dtype, (0,), dtype, dtype))
 
     def _with_templates(self, value: Any, path: str = "") -> Any:
-        """Return a copy of `value` with a template tensor for each tensor in it, whose bytes are kept; `path` names it
-        in errors. Raises CheckpointError for a set of tensors.
-        """
+        """Return a copy of `value` with a template tensor in place of each tensor in it, whose bytes are kept for
+        writing. `path` names the value in errors. Raises CheckpointError for a set of tensors."""
         if isinstance(value, torch.Tensor):
             held = value.detach().cpu().contiguous()
             key = f"\0given {len(self._given)}", "param"
@@ -324,7 +329,7 @@ class _RankFiles:
         return value
 
     def _new_template(self, member: ModelTensor) -> torch.Tensor:
-        """Return a new template tensor that gets the bytes of `member`."""
+        """Return a new template tensor that stands for the bytes of `member`."""
         tensor: torch.Tensor = empty_tensor(member)
         self._places[id(tensor)] = member
         return tensor
@@ -339,9 +344,8 @@ class _RankFiles:
 
 
 def _addresses(names: Sequence[str], flat: FlatGroup) -> OrderedDict[str, FragmentAddress]:
-    """Return by name where each parameter of a group that has elements in this rank's partition lies in it, in the
-    group's order.
-    """
+    """Return, by name, where the parameters `names` of a group lie in `flat`, a rank's partition of the group; in the
+    group's order, without parameters that have no elements there."""
     runs = {run.name: run for run in flat.runs}
     return OrderedDict(
         (name, FragmentAddress(numel=runs[name].length, start=runs[name].begin)) for name in names if name in runs

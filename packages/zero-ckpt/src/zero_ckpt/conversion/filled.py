@@ -31,10 +31,11 @@ from .sources import PIECE_BYTES, Progress, Source, pieces
 
 @dataclass(frozen=True)
 class FileTemplate:
-    """A file to be: `value` is what `torch.save` is given, `tensors` say where its tensors' bytes come from.
+    """A file that is to be written to `path`: `value` is what `torch.save` is given, and `tensors` say, by name, where
+    its tensors' bytes come from.
 
-    `find` returns the tensors of the value when it is loaded, by the same names. A tensor whose kind the source does
-    not have is zeros.
+    `find` is called with the value after it was loaded, and returns its tensors by the same names. A tensor whose kind
+    the source does not have is zeros. `pickling`: the module that `torch.save` pickles with.
     """
 
     path: Path
@@ -45,7 +46,7 @@ class FileTemplate:
 
 
 def empty_tensor(tensor: ModelTensor) -> Any:
-    """Return a torch tensor of that shape and output dtype, whose memory is reserved and never touched."""
+    """Return a torch tensor with the shape and output dtype of `tensor`, whose memory is reserved and never touched."""
     import torch
 
     from ..torch.buffers import torch_dtype
@@ -62,11 +63,13 @@ def write_filled(
     progress: Progress,
     overwrite: bool,
 ) -> None:
-    """Write the file `template` from `source`, resuming from `record`, and record that it is complete.
+    """Write the file that `template` describes, with bytes from `source`, resuming from `record`, and record that it is
+    complete.
 
-    One that is complete already is only counted as progress. `workers` tensors are written at a time; `progress` is
+    A file that is complete already is only counted as progress. `workers` tensors are written at a time; `progress` is
     called with bytes written, from several threads. After an exception the unfinished file is removed; after an
-    interrupt it stays, to be continued. Raises CheckpointError when another file has the name then, unless `overwrite`.
+    interrupt it stays, to be continued. Raises CheckpointError when another file has its name by then, unless
+    `overwrite`.
     """
     name = template.path.relative_to(record.folder).as_posix()
     if record.is_complete(name):
@@ -82,7 +85,8 @@ def write_filled(
         try:
 
             def note(tensors: dict[str, int], nbytes: int, fd: int = fd) -> None:
-                """Sync the file's data, then record `tensors` (name to CRC-32), `nbytes` more than before, as done."""
+                """Sync the file's data, then record that `tensors` (name to CRC-32) are on disk, `nbytes` bytes more
+                than before."""
                 os.fdatasync(fd)
                 record.note(name, dict(tensors), nbytes)
 
@@ -100,8 +104,11 @@ def write_filled(
 
 
 def write_new(source: Source, template: FileTemplate, *, workers: int) -> None:
-    """Write the file `template` from `source` under its own name at once, `workers` tensors at a time; it is on disk on
-    return. For a directory in which nobody looks yet. Raises CheckpointError, and OSError."""
+    """Write the file that `template` describes, with bytes from `source`, `workers` tensors at a time, without a record
+    or a temporary name; it is on disk on return. For a directory in which nobody looks yet.
+
+    Raises CheckpointError when torch cannot write it, and OSError.
+    """
     done: dict[str, int] = {}
     _write_template(template, template.path)
     places = _places(template, template.path)
@@ -115,8 +122,8 @@ def write_new(source: Source, template: FileTemplate, *, workers: int) -> None:
 
 
 def _write_template(template: FileTemplate, partial: Path) -> None:
-    """Write the file without its tensors' bytes to `partial`, and make the directory that it lies in. Raises
-    CheckpointError when torch cannot write it."""
+    """Write the file of `template` without its tensors' bytes to `partial`, making the directory that this lies in.
+    Raises CheckpointError when torch cannot write it."""
     import torch
 
     template.path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,9 +140,9 @@ def _write_template(template: FileTemplate, partial: Path) -> None:
 
 
 def _places(template: FileTemplate, partial: Path) -> dict[str, int]:
-    """Return, by name, the byte of `partial` at which the data of each non-empty tensor begins.
+    """Return, by name, the byte of the file `partial` at which the data of each non-empty tensor of `template` begins.
 
-    Raises CheckpointError when the file does not hold the tensors of the template.
+    Raises CheckpointError when the file does not hold the template's tensors.
     """
     from .torch_file import load_structure, stored
 
@@ -155,8 +162,8 @@ def _fill_all(
     workers: int,
     progress: Progress,
 ) -> None:
-    """Write the bytes of every tensor that is not in `done` to its place in the file `fd`, and add its CRC-32 to
-    `done`.
+    """Write the bytes of every tensor of `template` that is not in `done` to its place in the file `fd`, and add its
+    CRC-32 to `done`.
 
     `places` has the first byte of each tensor by name. `workers` tensors are written at a time, and `progress` is
     called with bytes written. `note` is called with `done` and the bytes since its last call, every 256 MiB and on an
@@ -185,8 +192,8 @@ def _fill_all(
 
 
 def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Progress) -> int:
-    """Read a tensor from `source` in its stored dtype, convert it, and write it from byte `begin` of the file `fd` on,
-    piece by piece; return the CRC-32 of the bytes written.
+    """Write a tensor of `source` from byte `begin` of the file `fd` on, converted to its output dtype piece by piece;
+    return the CRC-32 of the bytes written.
 
     A tensor that the source does not have is zeros, which the file holds already: nothing is written. `progress` is
     called with the number of bytes of each piece in the output, also for zeros.
@@ -215,10 +222,9 @@ def _crc_of_zeros(nbytes: int, progress: Progress) -> int:
 
 
 def _set_checksums(path: Path, fd: int, found: Mapping[int, int]) -> None:
-    """Set the CRC-32 of records of a zip file, in both of their headers.
+    """Set the CRC-32 of records of the zip file `path`, open as `fd`, in both of their headers.
 
-    `found` has the CRC-32 by the byte at which the record's data begins; records that it does not name are left. `fd`
-    is the open file at `path`.
+    `found` has the CRC-32 by the byte at which a record's data begins; other records are left.
     """
     with zipfile.ZipFile(path) as archive:
         entry, records = archive.start_dir, archive.infolist()  # the central directory is in the order of the records

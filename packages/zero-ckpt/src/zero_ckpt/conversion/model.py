@@ -1,4 +1,8 @@
-"""Choose the tensors of the model, their dtype, and the files they go into."""
+"""Choose the tensors of the model, their dtype, and the files they go into.
+
+The output is the file or files of a conversion that hold a model; a source is the checkpoint that is converted. Dtypes
+have their safetensors names, such as `BF16`. A tied name is a further name of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +41,11 @@ class ModelTensor:
 
 
 def model_tensors(source: Source, dtype: str | None) -> list[ModelTensor]:
-    """Return parameters and buffers of a source, in its order; `dtype` None keeps each parameter's own.
+    """Return the parameters and buffers to write of a source, in its order.
 
-    `dtype` is that of floating-point tensors in the output, by its safetensors name. A parameter is read from its
-    `master` where there is one, unless its own dtype is kept, and stays at its position. Raises CheckpointError when
-    there is nothing to write.
+    `dtype` is that of floating-point tensors in the output; None keeps the dtype of each parameter. A parameter is read
+    from its `master` where there is one, unless its own dtype is kept. Raises CheckpointError when there is nothing to
+    write.
     """
     found: dict[str, ModelTensor] = {}
     for (name, kind), tensor in source.tensors.items():
@@ -62,7 +66,7 @@ def model_tensors(source: Source, dtype: str | None) -> list[ModelTensor]:
 
 
 def model_aliases(source: Source, tensors: list[ModelTensor]) -> dict[str, str]:
-    """Return the tied names of the tensors that are written, each with the name of its tensor."""
+    """Return the tied names of the tensors that are written, each with the name under which its tensor is written."""
     names = {tensor.name for tensor in tensors}
     return {alias: name for alias, name in source.aliases.items() if name in names and alias not in names}
 
@@ -85,10 +89,10 @@ def parse_size(text: str | int) -> int:
 def split_files(
     tensors: list[ModelTensor], limit: int | None, stem: str, suffix: str
 ) -> Mapping[str, list[ModelTensor]]:
-    """Return the tensors by file name, filled in order up to `limit` bytes each (None: one file); a larger tensor has
-    its own file.
+    """Distribute tensors over files and return them by file name. Files are filled in order up to `limit` bytes each
+    (None: one file); a larger tensor has its own file.
 
-    One file is `<stem><suffix>`, one of several `<stem>-00001-of-00003<suffix>`.
+    A single file is called `<stem><suffix>`, one of several `<stem>-00001-of-00003<suffix>`.
     """
     groups: list[list[ModelTensor]] = [[]]
     size = 0

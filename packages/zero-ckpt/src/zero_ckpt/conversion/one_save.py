@@ -27,8 +27,8 @@ _OF_SCALES = ("cur_scale", "cur_iter", "last_overflow_iter")
 def require_one_save(
     models: Sequence[tuple[Path, Mapping[str, Any]]], optimizers: Sequence[tuple[Path, Mapping[str, Any]]]
 ) -> None:
-    """Raise DamagedError, naming two files and what differs, unless the ranks' model files and their optimizers'
-    states, each with its file, are of one save."""
+    """Raise DamagedError, naming two files and what differs, unless all ranks' files are of one save. `models` are
+    pairs (model file, its content), `optimizers` pairs (optimizer file, the state in it), both by rank."""
     of_models = [(path, {key: data.get(key) for key in _OF_MODELS}) for path, data in models]
     for found in (of_models, [(path, _facts(path, state)) for path, state in optimizers]):
         for path, facts in found[1:]:
@@ -43,7 +43,8 @@ def require_one_save(
 
 
 def _facts(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by name what all ranks have alike in the state of an optimizer, whose file is `path`."""
+    """Return, by name, the values in an optimizer's `state` that all ranks of one save have alike; `path` is the
+    state's file."""
     facts = {key: _comparable(path, state.get(key)) for key in _OF_OPTIMIZERS}
     scaler = state.get("loss_scaler")
     if isinstance(scaler, StandIn):
@@ -57,9 +58,8 @@ def _facts(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(path: Path, value: Any) -> Any:
-    """Return a form of `value` that can be compared: a tensor of one element of the file `path` as a number, an enum as
-    its value, None for what cannot be compared.
-    """
+    """Return `value` in a form that can be compared: a tensor of one element, whose data is read from the file `path`,
+    as a number, an enum as its value, and None for what cannot be compared."""
     if isinstance(value, StandIn):
         return value.arguments
     if not isinstance(value, torch.Tensor) or value.numel() != 1:

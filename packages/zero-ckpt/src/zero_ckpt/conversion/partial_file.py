@@ -22,10 +22,11 @@ _TRAILER = struct.Struct("<8s8sQ")
 
 
 class PartialFile:
-    """The file `path` of `nbytes` bytes while it is being written; `made_from` identifies every byte of it.
+    """The file `path` of `nbytes` bytes while it is being written; `made_from` is a digest that differs when any of its
+    bytes would.
 
-    `done` is the number of first bytes that an earlier run of the same `made_from` left on disk; 0 for a new file. It
-    ends with `finish` or `abort`. Raises CheckpointError when another process is writing the same file.
+    `done` is the number of first bytes that an earlier run with the same `made_from` left on disk; 0 for a new file.
+    The object ends with `finish` or `abort`. Raises CheckpointError when another process is writing the same file.
     """
 
     def __init__(self, path: Path, nbytes: int, made_from: bytes) -> None:
@@ -42,7 +43,7 @@ class PartialFile:
             raise
 
     def write(self, data: bytes | memoryview, position: int) -> None:
-        """Write bytes at a position; safe to call from several threads."""
+        """Write `data` from byte `position` on; safe to call from several threads."""
         write_at(self._fd, data, position)
 
     def record(self, done: int) -> None:
@@ -62,7 +63,7 @@ class PartialFile:
         unlock_and_close(self._fd)
 
     def abort(self, *, keep: bool) -> None:
-        """Close the file; `keep` it for another run, or remove it."""
+        """Close the unfinished file. With `keep` it stays for another run, otherwise it is removed."""
         if not keep:
             self._partial.unlink(missing_ok=True)
         unlock_and_close(self._fd)

@@ -69,9 +69,8 @@ def write_pytorch(
 
 
 def _template(path: Path, tensors: list[ModelTensor], aliases: Mapping[str, str]) -> FileTemplate:
-    """Return the template of the file at `path`, which is to hold these tensors, and the tied names among `aliases`
-    whose tensor is one of them.
-    """
+    """Return the template of the file at `path`, which is to hold `tensors` and, of `aliases` (tied name to stored
+    name), the tied names of these tensors."""
     members = {tensor.name: tensor for tensor in tensors}
     state: dict[str, Any] = {name: empty_tensor(tensor) for name, tensor in members.items()}
     state.update({alias: state[kept] for alias, kept in aliases.items() if kept in state})

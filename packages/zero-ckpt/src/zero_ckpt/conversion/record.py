@@ -30,7 +30,8 @@ _STAMP = "\0inode", "\0bytes", "\0modified"
 
 
 class ConversionRecord:
-    """The record at `path` of an output that `made_from` identifies, with the work of an earlier run in it.
+    """The record at `path` of an output that is made from `made_from`; it begins with the work of an earlier run of the
+    same conversion.
 
     `made_from` is any text that differs when the output would. Files are named by their path relative to `folder`, in
     which the record lies. It is locked until `close`. Raises CheckpointError when another process is writing the same
@@ -51,7 +52,7 @@ class ConversionRecord:
         return not self._files
 
     def is_complete(self, file: str) -> bool:
-        """Return whether a file is finished, by an earlier run or this one."""
+        """Return whether `file` was finished by an earlier run or this one, and is still the same file."""
         try:
             stamp = _stamp(os.lstat(self.folder / file))
         except FileNotFoundError:
@@ -59,23 +60,23 @@ class ConversionRecord:
         return self._files.get(file) == stamp
 
     def done(self, file: str) -> dict[str, int]:
-        """Return the tensors of an unfinished file that are on disk, by name, with their CRC-32, as a new dict."""
+        """Return those tensors of an unfinished file that are on disk: their CRC-32 by name, as a new dict."""
         return {name: found for name, found in self._files.get(file, {}).items() if name not in _STAMP}
 
     def note(self, file: str, tensors: dict[str, int], nbytes: int) -> None:
-        """Record that these tensors of a file (name to CRC-32), all that are done so far, are on disk, `nbytes` more
-        than before. The record itself is written once 256 MiB are new."""
+        """Note that `tensors` (name to CRC-32), all that are done so far of `file`, are on disk, `nbytes` more than
+        before. The record itself is written once 256 MiB are new."""
         self._note(file, tensors, nbytes)
 
     def complete(self, file: str, status: os.stat_result, nbytes: int, *, now: bool) -> None:
-        """Record that a file with `nbytes` bytes of tensors is on disk, and is complete once the one of this `status`
-        has its name; written `now`, or as by `note`."""
+        """Note that a finished file is on disk and complete once it is renamed to `file`; `status` is its `os.stat`
+        result, by which it is recognised. With `now` the record is written at once, otherwise once 256 MiB are new, of
+        which this file is `nbytes`."""
         self._note(file, _stamp(status), RECORD_BYTES if now else nbytes)
 
     def _note(self, file: str, what: dict[str, int], nbytes: int) -> None:
-        """Set the entry of a file to `what`, after `nbytes` more bytes of it are on disk; write the record once 256 MiB
-        are new.
-        """
+        """Set the entry of `file` in the record to `what`, after `nbytes` more bytes of the file are on disk. The
+        record is written once 256 MiB are new."""
         with self._lock:
             self._files[file] = what
             self._unrecorded_nbytes += nbytes
@@ -83,9 +84,8 @@ class ConversionRecord:
                 self._write()
 
     def _write(self) -> None:
-        """Write the record to a new file, which is locked, and put that in the place of the old one; it is on disk on
-        return.
-        """
+        """Write the record to a new file, which is locked, and replace the old one by it; it is on disk on return. The
+        caller makes sure that no other thread changes the record."""
         fd = open_locked(self._next)
         try:
             os.ftruncate(fd, 0)  # a run that died may have left one
@@ -102,13 +102,13 @@ class ConversionRecord:
         self._unrecorded_nbytes = 0
 
     def forget(self) -> None:
-        """Record that nothing is done, as for a new output; it is on disk on return."""
+        """Drop all entries, so that nothing counts as done; that is on disk on return."""
         with self._lock:
             self._files = {}
             self._write()
 
     def close(self, *, keep: bool) -> None:
-        """Release the lock; `keep`: write the record for another run, otherwise remove it."""
+        """Release the lock. With `keep` the record is written for another run, otherwise removed."""
         try:
             if keep:
                 self._write()
@@ -120,7 +120,7 @@ class ConversionRecord:
             unlock_and_close(self._fd)
 
     def _read(self) -> dict[str, dict[str, int]]:
-        """Return the entries of an earlier run of the same conversion by file; empty if there was none."""
+        """Return the entries, by file, that an earlier run of the same conversion has left; empty if there was none."""
         try:
             found = unpack(read_bounded(self._fd, _MAX_BYTES, str(self._path)))
         except DamagedError:  # new, or cut short: nothing is known

@@ -16,10 +16,10 @@ from ..locking import root_lock
 
 
 def put_in_place(directory: Path, target: Path) -> None:
-    """Give `directory` the name `target`, in the same folder; a directory that had that name gets the name of
-    `directory`.
+    """Rename `directory` to `target`, in the same folder. If there is a directory `target` already, that gets the name
+    of `directory`.
 
-    The names are on disk on return. To be called under the lock of the folder. Raises OSError, with both as before.
+    The names are on disk on return. The caller holds the lock of the folder. Raises OSError, with both names as before.
     """
     if not exists(target):
         directory.rename(target)
@@ -36,8 +36,8 @@ def put_in_place(directory: Path, target: Path) -> None:
 
 
 def recover(root: Path, name: str) -> None:
-    """Put the directory `name` of a folder back that a process moved aside before it died, or remove it when its
-    successor is there. Does nothing where `root` is no folder."""
+    """Put back the directory `name` of the folder `root` if a process moved it aside and died before the new one had
+    its name; if the new one has its name, remove the old one. Does nothing where `root` is no folder."""
     if not root.is_dir():
         return
     with root_lock(root):

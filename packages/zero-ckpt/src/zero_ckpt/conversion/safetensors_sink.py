@@ -33,13 +33,13 @@ def write_safetensors(
     progress: Progress,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write `target` (a `.safetensors` file), or into directory `target` as Hugging Face lays models out.
+    """Write the tensors of a model as `target`, a `.safetensors` file, or into the directory `target` as Hugging Face
+    lays models out, and return the files.
 
     Files of a directory hold up to `limit` bytes each (None: one file), and `progress` is called with bytes written.
     Memory is bounded by `workers` times 64 MiB, whatever the size. An interrupted run resumes: shards that are complete
-    are kept, and an unfinished file is continued where it was (see [Note: resumable files]). Returns the files. Raises
-    CheckpointError, before anything is written, when a file exists that this conversion has not made, unless
-    `overwrite`.
+    are kept, and an unfinished file is continued where it was (see [Note: resumable files]). Raises CheckpointError,
+    before anything is written, when a file exists that this conversion has not made, unless `overwrite`.
     """
     aliases = model_aliases(source, tensors)
     if target.suffix == ".safetensors":
@@ -84,7 +84,8 @@ def encode_index(files: Mapping[str, list[ModelTensor]], aliases: Mapping[str, s
 
 
 def write_index(path: Path, contents: bytes, overwrite: bool) -> None:
-    """Write an index, on disk on return. Raises CheckpointError when there is another one, unless `overwrite`."""
+    """Write the index `contents` to `path`, on disk on return. Raises CheckpointError when a file with other contents
+    is there, unless `overwrite`."""
     try:
         replace_durably(path, contents, overwrite=overwrite)
     except FileExistsError:
@@ -100,8 +101,8 @@ def _write_file(
     progress: Progress,
     overwrite: bool,
 ) -> None:
-    """Write the tensors into a file at `path`, or continue it where an interrupted run stopped; a complete one is only
-    counted as progress.
+    """Write `tensors` into a file at `path`, or continue the file where an interrupted run stopped. If an earlier run
+    has completed it, nothing is written and `progress` gets its bytes.
 
     `notes` become metadata of its header. `workers` pieces are copied at a time; `progress` is called with bytes
     written. Raises CheckpointError when there is another file, unless `overwrite`.
@@ -122,16 +123,16 @@ def _write_file(
 
 
 def _layout(tensors: list[ModelTensor], notes: dict[str, str]) -> tuple[list[ModelTensor], bytes, int]:
-    """Return the tensors in the order of the file, its header, and its size in bytes; `notes` become metadata of the
-    header."""
+    """Return (the tensors in the order of the file, the file's header, the file's size in bytes); `notes` become
+    metadata of the header."""
     ordered = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
     header, nbytes = encode_header(((item.name, item.dtype, item.shape) for item in ordered), {"format": "pt", **notes})
     return ordered, header, nbytes
 
 
 def _is_complete(path: Path, tensors: list[ModelTensor], notes: dict[str, str]) -> bool:
-    """Return whether an earlier run of this conversion completed the file at `path`: it has the header of these tensors
-    with these notes, which name the source, and its size.
+    """Return whether an earlier run of this conversion completed the file at `path`: the file has its full size, and
+    the header for `tensors` and `notes`, which name the source.
 
     False where `notes` do not name the source, as for a single file.
     """

@@ -29,7 +29,7 @@ class _FileTensor:
 
 
 class SafetensorsSource:
-    """A `Source` of safetensors files, in which every entry is a `param`; only their headers are read before
+    """A `Source` of the safetensors `files`, in which every entry is a `param`; only their headers are read before
     `read_into`.
 
     Metadata `{alias: name}`, as safetensors writes for shared tensors, gives the aliases. Raises DamagedError for a
@@ -70,7 +70,7 @@ class SafetensorsSource:
         return self._aliases
 
     def cuts(self, name: str, kind: str) -> Sequence[int]:
-        """Return no elements: reads can begin anywhere."""
+        """Return an empty list, as reads of a tensor are equally fast from any element; see `Source.cuts`."""
         return ()
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:

@@ -39,8 +39,8 @@ class SegmentedTensor:
     segments: tuple[Segment, ...]
 
     def checked(self, name: str) -> SegmentedTensor:
-        """Return the tensor itself. Raises DamagedError, naming it `name`, unless its segments cover it exactly
-        once."""
+        """Return the tensor itself if its segments cover it exactly once; otherwise raise DamagedError, in which it is
+        called `name`."""
         position = 0
         for segment in self.segments:
             if segment.offset != position:
@@ -54,10 +54,11 @@ class SegmentedTensor:
 
 
 class SegmentSource:
-    """A `Source` whose tensors, by (name, kind), are read with plain file reads: no file is ever loaded as a whole.
+    """A `Source` whose `tensors`, by (name, kind), are read with plain file reads: no file is ever loaded as a whole.
 
-    The other arguments are what the properties of a `Source` return, and the `folder` of `held_by`. Raises DamagedError
-    when the segments of a tensor do not cover it exactly once.
+    `aliases`, `step`, `client_state` and `frozen` are what these properties of a `Source` return. `folder` is the
+    opened directory through which files are read, None to open them by path. Raises DamagedError when the segments of a
+    tensor do not cover it exactly once.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class SegmentSource:
         self._folder = folder
 
     def held_by(self, folder: Folder) -> SegmentSource:
-        """Return the same source, whose reads go through an opened folder that all of its files lie in."""
+        """Return a source of the same tensors that reads through `folder`, an opened directory in which all of its
+        files lie."""
         return SegmentSource(self.tensors, self.aliases, self.step, self.client_state, self.frozen, folder)
 
     @property
@@ -87,7 +89,7 @@ class SegmentSource:
         return checksum(repr((stats, sorted(self.tensors.items(), key=lambda item: item[0]))).encode())
 
     def cuts(self, name: str, kind: str) -> Sequence[int]:
-        """Return no elements: reads can begin anywhere."""
+        """Return an empty list, as reads of a tensor are equally fast from any element; see `Source.cuts`."""
         return ()
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:

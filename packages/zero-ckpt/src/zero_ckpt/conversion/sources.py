@@ -128,8 +128,8 @@ def open_foreign(folder: Path) -> Source:
 
 @contextmanager
 def laid_out_as_expected(folder: Path) -> Iterator[None]:
-    """Context manager: raise DamagedError, naming `folder`, where reading another library's checkpoint inside meets a
-    missing key or a value of another type."""
+    """Raise DamagedError, naming `folder`, if the `with` statement meets a missing key or a value of another type while
+    it reads another library's checkpoint."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
@@ -139,8 +139,8 @@ def laid_out_as_expected(folder: Path) -> Iterator[None]:
 
 
 def _tag_directory(path: Path, which: str | None) -> Path:
-    """Return the directory in a DeepSpeed root that `which`, else `latest`, else `latest_universal` names, or the path
-    itself.
+    """Return the directory in the DeepSpeed root `path` of the tag `which`; if that is None, of the tag that `latest`,
+    else `latest_universal`, names. If neither names one, return `path` itself.
 
     Raises NotFoundError when there is no directory `which`, and DamagedError for a `latest` that cannot be read.
     """
@@ -154,8 +154,8 @@ def _tag_directory(path: Path, which: str | None) -> Path:
 
 
 def _small_text(path: Path) -> str | None:
-    """Return the stripped text of a file of at most 4096 bytes; None if there is none. Raises DamagedError for a larger
-    one."""
+    """Return the stripped text of the file `path`; None if there is none. Raises DamagedError for a file of more than
+    4096 bytes."""
     return read_text(path, 4096).strip() if path.is_file() else None
 
 

@@ -1,7 +1,7 @@
-"""Files of `torch.save` without loading them: the structure with where each tensor's bytes lie.
+"""Files of `torch.save` without loading them: the structure, with the position in the file of each tensor's bytes.
 
 Unpickling is torch's own with `weights_only=True` on the `meta` device, which allocates nothing; the few classes that
-DeepSpeed's files mention are replaced by inert stand-ins.
+DeepSpeed's files mention are replaced by inert stand-ins. No other classes are on the allowlist.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _STAND_INS = (
 
 
 class StandIn:
-    """An object in place of one whose class is not imported: its constructor's arguments, and its attributes."""
+    """An object in place of one whose class is not imported. `arguments` are those of its constructor, `attributes` are
+    its attributes by name."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -81,11 +82,13 @@ class Stored:
     numel: int
 
     def segment(self, offset: int, skip: int, length: int) -> Segment:
-        """Return its elements `skip` to `skip + length` as elements `offset` to `offset + length` of another tensor."""
+        """Return the stored tensor's elements `skip` to `skip + length` as a segment of another tensor, of which they
+        are elements `offset` to `offset + length`."""
         return Segment(offset, length, self.file, self.begin + skip * ITEMSIZE[self.dtype])
 
     def whole(self, shape: tuple[int, ...] | None = None) -> SegmentedTensor:
-        """Return all of it as a tensor, with `shape` instead of its own if one is given; it is not checked here."""
+        """Return the stored tensor, with `shape` in place of its own if one is given. Whether the shape has as many
+        elements is not checked."""
         segments = (self.segment(0, 0, self.numel),) if self.numel else ()
         return SegmentedTensor(self.shape if shape is None else shape, self.dtype, segments)
 
@@ -106,9 +109,9 @@ def stored(tensor: torch.Tensor, file: Path) -> Stored:
 
 
 def scalar(value: Any, file: Path) -> SegmentedTensor:
-    """Return a number, or a one-element tensor of `load_structure(file)`, as a 0-dimensional tensor.
+    """Return a number, or a one-element tensor of `load_structure(file)`, as a 0-dimensional tensor of a source.
 
-    A number becomes F32 or I64.
+    A number becomes F32 or, if it is an integer, I64.
     """
     if isinstance(value, torch.Tensor):
         return stored(value, file).whole(())

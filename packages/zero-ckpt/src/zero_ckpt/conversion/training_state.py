@@ -56,9 +56,8 @@ def read_training_state(directory: Path) -> tuple[dict[str, Any], int]:
 
 
 def _optimizer_state(directory: Path) -> tuple[Mapping[str, Any], Path]:
-    """Return the first rank's optimizer state, or the state that a universal checkpoint keeps for all parameters, and
-    its file; an empty map where there is none.
-    """
+    """Return (the optimizer state that a tag directory of DeepSpeed holds, its file): the first rank's, or the one that
+    a universal checkpoint keeps for all parameters. The state is an empty map where there is none."""
     common = directory / "zero" / "optimizer_state.pt"
     if (directory / "zero").is_dir():
         found: Any = load_structure(common) if common.is_file() else {}
@@ -71,7 +70,8 @@ def _optimizer_state(directory: Path) -> tuple[Mapping[str, Any], Path]:
 
 
 def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the state of the loss scale, as `read_training_state` says; None where `optimizer` has none."""
+    """Return the state of the loss scale in `optimizer`, an optimizer state of DeepSpeed, in the form of
+    `read_training_state`; None where it has none."""
     scaler = optimizer.get("loss_scaler")
     if not isinstance(scaler, StandIn):
         return None
@@ -88,7 +88,8 @@ def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _param_groups(optimizer: Mapping[str, Any], file: Path) -> list[dict[str, Any]] | None:
-    """Return the hyperparameters of each param group, one-element tensors as numbers; None where there are none."""
+    """Return the hyperparameters of each param group in `optimizer`, an optimizer state of DeepSpeed that `file` holds;
+    one-element tensors become numbers. None where there are none."""
     inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     groups = optimizer.get("param_groups") or (inner.get("param_groups") if isinstance(inner, Mapping) else None)
     if not groups:
@@ -101,14 +102,14 @@ def _param_groups(optimizer: Mapping[str, Any], file: Path) -> list[dict[str, An
 
 
 def _number(value: Any) -> Any:
-    """Return a tensor of one element as a number, and anything else as it is."""
+    """Return the number in a tensor of one element; anything else is returned as it is."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 class _Loader:
-    """Loads values of one file, as `load_structure` returned them, with the data of their tensors.
+    """Loads the data of the tensors in values that `load_structure` returned for `file`.
 
-    A pickle can name one value many times, and one storage under many shapes, so values that are met again are the same
+    A pickle can name one value many times, and one storage under many shapes. So values that are met again are the same
     objects in the result, and all tensors together may not be much larger than the file.
     """
 
@@ -120,8 +121,11 @@ class _Loader:
         self._kept: list[Any] = []  # an id may be used again once its object is gone
 
     def load(self, value: Any, depth: int = 0) -> Any:
-        """Return a value in which tensors hold their data, in dicts, lists, tuples and sets. Raises DamagedError for
-        what is nested too deeply, or is larger than the file."""
+        """Return `value` with data in its tensors, also in those inside dicts, lists, tuples and sets. `depth`: how
+        many of these are around it.
+
+        Raises DamagedError for what is nested too deeply, or larger than the file.
+        """
         if not isinstance(value, (torch.Tensor, dict, list, tuple, set, frozenset)):
             return value
         if id(value) not in self._done:
@@ -132,9 +136,8 @@ class _Loader:
         return self._done[id(value)]
 
     def _new(self, value: Any, depth: int) -> Any:
-        """Return a tensor with its data, or a copy of a container whose values are loaded, as `load` says; ``depth``:
-        of the values inside.
-        """
+        """Return a tensor with its data, or a copy of a container whose values are loaded; any other value as it is.
+        ``depth``: the number of containers around the values inside."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, dict):
@@ -147,8 +150,8 @@ class _Loader:
         return value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with its data, in CPU memory of its own. Raises DamagedError when the file does not hold all
-        of it, or its tensors are larger than the file."""
+        """Return a tensor with its data, in CPU memory of its own. Raises DamagedError when the data lie beyond the end
+        of the file, or all tensors so far are larger than the file."""
         text = f"{self._file}: a tensor of shape {tuple(tensor.shape)}"
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)

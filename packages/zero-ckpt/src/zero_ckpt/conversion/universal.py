@@ -40,10 +40,8 @@ def open_universal(directory: Path) -> SegmentSource:
 
 
 def _add_common_step(tensors: Tensors, common: Mapping[str, Any], file: Path) -> None:
-    """Add the step of the common file, where stage 3 keeps it, to every parameter with `exp_avg` and no `step`.
-
-    `common` is what `file` holds.
-    """
+    """Add the step that stage 3 keeps once for all parameters to `tensors`, for every parameter with `exp_avg` and no
+    `step`. `common` is the content of `file`, which holds it."""
     state = common.get("optimizer_state_dict", {}).get("state", {}).get(0, {})
     for name, kind in list(tensors):
         if kind == "exp_avg" and "step" in state and (name, "step") not in tensors:
@@ -51,10 +49,10 @@ def _add_common_step(tensors: Tensors, common: Mapping[str, Any], file: Path) ->
 
 
 def _add_parameter(tensors: Tensors, folder: Path, shape: tuple[int, ...] | None, used: torch.Tensor | None) -> None:
-    """Add the tensors of one parameter's directory, whose name is the parameter's.
+    """Add the tensors in `folder`, the directory of one parameter, to `tensors`. The folder's name is the parameter's.
 
-    `shape` is the parameter's, None to take the stored one; `used` is the parameter in the model file, None if absent.
-    Raises DamagedError for a file without a tensor.
+    `shape` is the parameter's, None to take the stored one; `used` is the parameter in the model file, None if it is
+    not there. Raises DamagedError for a file without a tensor.
     """
     for file in sorted(folder.glob("*.pt")):
         value: Any = load_structure(file)

@@ -1,7 +1,8 @@
 """Write a DeepSpeed universal checkpoint, piece by piece.
 
 `zero/<name>/` holds `fp32.pt` and one file per optimizer state; `zero/optimizer_state.pt` and the model state file hold
-what DeepSpeed keeps once. The same directory loads at stages 1, 2 and 3.
+what DeepSpeed keeps once. The same directory loads at stages 1, 2 and 3. `names` are the trained parameters, `record`
+is the progress of this conversion, with what an earlier run has written, and `progress` is called with bytes written.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
 
 
 def _trainable(source: Source) -> list[str]:
-    """Return the names of trained parameters, in the source's order; where it does not record them, those with
-    optimizer state.
+    """Return the names of trained parameters, in the source's order. Where the source does not say which are trained,
+    they are those with optimizer state.
 
     Raises CheckpointError when there is no optimizer state at all.
     """
@@ -97,9 +98,9 @@ def _write_parameters(
     source: Source, names: list[str], folder: Path, record: ConversionRecord, workers: int, progress: Progress
 ) -> None:
     """Write the files of the parameters `names` below `folder`, `workers` parameters at a time. Raises the first
-    exception.
+    exception of any of them.
 
-    What `record` has from an earlier run is not written again. `progress` is called with bytes written.
+    What `record` has from an earlier run is not written again.
     """
     kinds = _moments(source, names)
     step = _common_step(source, names)
@@ -117,8 +118,8 @@ def _write_parameters(
 
 
 def _moments(source: Source, names: list[str]) -> dict[str, str]:
-    """Return the kinds of optimizer state of the parameters `names`, without the step, each with the dtype of its first
-    tensor."""
+    """Return the kinds of optimizer state, except the step, that any of the parameters `names` has, each with the dtype
+    of its first tensor."""
     found: dict[str, str] = {}
     for name in names:
         for kind in _state_kinds(source, name):
@@ -128,7 +129,8 @@ def _moments(source: Source, names: list[str]) -> dict[str, str]:
 
 
 def _folder(name: str) -> str:
-    """Return the directory name of a parameter, which is its name. Raises CheckpointError when it cannot be one."""
+    """Return the name of the directory of a parameter, which is the parameter's name. Raises CheckpointError when that
+    cannot be a directory's name."""
     if "/" in name or "\0" in name or name in ("", ".", ".."):
         raise CheckpointError(f"{name!r} cannot be a directory of a universal checkpoint")
     return name
@@ -143,11 +145,12 @@ def _write_parameter(
     record: ConversionRecord,
     progress: Progress,
 ) -> None:
-    """Write the files of one parameter into `folder`; `moments` (kind to dtype) that it does not have are zeros.
+    """Write the files of parameter `name` into `folder`. `moments` maps kinds of state to dtypes; those that the
+    parameter lacks are written as zeros.
 
-    `step` is used if it has none of its own; None writes none. What `record` has from an earlier run is not written
-    again, and `progress` is called with bytes written. Raises CheckpointError for an empty parameter, and for state of
-    another shape than the parameter's.
+    `step` is written if the parameter has none of its own; None writes none. What `record` has from an earlier run is
+    not written again. Raises CheckpointError for an empty parameter, and for state of another shape than the
+    parameter's.
     """
     kind = "master" if (name, "master") in source.tensors else "param"
     tensor = source.tensors[name, kind]
@@ -191,7 +194,8 @@ def _read(source: Source, name: str, kind: str) -> torch.Tensor:
 
 
 def _common_step(source: Source, names: list[str]) -> Any:
-    """Return the step, as `_step_count` does, of the first of the parameters that has one; None without any."""
+    """Return the step count of the first of the parameters `names` that has one, as `_step_count` gives it; None if
+    none has."""
     for name in names:
         for kind in _state_kinds(source, name):
             if state_key(kind) == "step":
@@ -200,15 +204,14 @@ def _common_step(source: Source, names: list[str]) -> Any:
 
 
 def _step_count(value: torch.Tensor) -> Any:
-    """Return a stored step count as optimizers keep it: an int for those that count in Python, the tensor itself if it
-    is floating-point.
-    """
+    """Return a stored step count in the type that optimizers use: an int if it is stored as an integer, otherwise the
+    floating-point tensor itself."""
     return value if value.is_floating_point() else int(value)
 
 
 def _save(value: Any, path: Path) -> None:
-    """Write a small value as `torch.save` does, making the directory; it is on disk on return. A file that is there is
-    replaced."""
+    """Write a small value to `path` by `torch.save`, making its directory and replacing an existing file; it is on disk
+    on return."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     torch.save(value, content)
@@ -216,8 +219,8 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _param_groups(source: Source, count: int) -> list[dict[str, Any]]:
-    """Return hyperparameters per param group, from `param_groups` or a stored optimizer in the client state. Where it
-    has none: `count` empty dicts, which change nothing in DeepSpeed."""
+    """Return the hyperparameters of each param group, from `param_groups` or a stored optimizer in the source's client
+    state. If it has neither, return `count` empty dicts, which change nothing in DeepSpeed."""
     client = source.client_state if isinstance(source.client_state, dict) else {}
     for value in (client, *client.values()):
         if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
@@ -228,8 +231,8 @@ def _param_groups(source: Source, count: int) -> list[dict[str, Any]]:
 
 
 def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters without those that say how the optimizer computes (`foreach`, `fused`, …). Lists
-    become tuples, and stored markers (`$tuple`, `$scalar`) their values."""
+    """Return a group's hyperparameters as DeepSpeed stores them: without those that say how the optimizer computes
+    (`foreach`, `fused`, …), lists as tuples, and stored markers (`$tuple`, `$scalar`) replaced by their values."""
     found = {}
     for key, value in options.items():
         if key in IMPLEMENTATION:
@@ -242,8 +245,8 @@ def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer_state(source: Source, names: list[str]) -> dict[str, Any]:
-    """Return what `optimizer_state.pt` holds: hyperparameters per group, those that all groups share, and the common
-    step."""
+    """Return the content of `optimizer_state.pt`: hyperparameters per group, those that all groups share, and the
+    common step."""
     groups = _param_groups(source, len(names))
     common = {
         key: value for key, value in groups[0].items() if all(key in group and group[key] == value for group in groups)
@@ -265,8 +268,8 @@ def _write_model_files(
 ) -> None:
     """Write the model state file into `folder`, under both names that DeepSpeed's stages look for.
 
-    It holds buffers, and parameters that are not in `names`, the trained ones. `workers` tensors are written at a time,
-    and `progress` is called with bytes written; `record` has the work of an earlier run.
+    It holds buffers and the parameters that are not in `names`. `workers` tensors are written at a time; what `record`
+    has from an earlier run is not written again.
     """
     trained = set(names)
     members = {
@@ -284,10 +287,8 @@ def _write_model_files(
 
 
 def _model_state(source: Source, names: list[str], members: dict[str, ModelTensor]) -> dict[str, Any]:
-    """Return what the model state file holds; `members` are its tensors by name, whose bytes are written later.
-
-    `names` are the trained parameters.
-    """
+    """Return the content of the model state file. `members` are the tensors in it, by name, whose bytes are written
+    later."""
     client = source.client_state if isinstance(source.client_state, dict) else {}
     module = OrderedDict((name, empty_tensor(member)) for name, member in members.items())
     frozen = OrderedDict((name, torch.Size(m.shape)) for name, m in members.items() if m.kind == "param")
@@ -313,10 +314,10 @@ def _model_state(source: Source, names: list[str], members: dict[str, ModelTenso
 
 
 def _schedule_state(source: Source, client: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the learning rate schedule; without one, that of a schedule that began with training.
+    """Return the state of the learning rate schedule: the entry `lr_scheduler` or `scheduler` of the client state
+    `client`. If it has neither, the state is that of a schedule that began with training.
 
-    It is the entry `lr_scheduler` or `scheduler` of the client state `client`. DeepSpeed's schedules read
-    `last_batch_iteration`, counted from 0, and torch's `last_epoch`, counted from 1.
+    DeepSpeed's schedules read `last_batch_iteration`, counted from 0, and torch's `last_epoch`, counted from 1.
     """
     for key in ("lr_scheduler", "scheduler"):
         state = client.get(key)

@@ -191,7 +191,7 @@ def _matching_options(stored: dict[str, Any], options: dict[str, Any]) -> dict[s
 
 
 def _refuse_tensor(name: str) -> torch.Tensor:
-    """Raise MismatchError, naming tensor `name`: the `read` function of `decode` for data that may hold no tensors."""
+    """Raise MismatchError naming the tensor `name`: the `read` function of `decode` for data that must hold no tensors."""
     raise MismatchError(f"a param group cannot hold the tensor {name!r}")
 
 
