@@ -256,7 +256,7 @@ def replaced_path(root: Path, tag: str) -> Path:
 
 
 def replaced_directories(root: Path) -> list[Path]:
-    """Return the checkpoints in `root` that an interrupted save left moved aside, with nothing under their own names."""
+    """Return the checkpoints in `root` that an interrupted save left moved aside, with nothing under their own name."""
     found = (path for path in root.glob(_REPLACED + "*") if is_remains(path))
     return [path for path in found if not exists(root / replaced_tag(path))]
 

@@ -136,7 +136,7 @@ def _ignore(nbytes: int) -> None:
 
 
 def _slices_by_file(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:
-    """Return, for each file of the manifest in its order, a list of the slices in the file, as pairs (tensor, slice)."""
+    """Return, for each file of the manifest in its order, the slices in the file, as pairs (tensor, slice)."""
     contents: list[list[tuple[TensorEntry, Slice]]] = [[] for _ in manifest.files]
     for tensor in manifest.tensors:
         for piece in tensor.slices:

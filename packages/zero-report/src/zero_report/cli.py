@@ -39,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds that ``text`` says; raises argparse.ArgumentTypeError unless they are above 0."""
+    """Return ``text`` of the command line as a number of seconds. Raises argparse.ArgumentTypeError unless it is above
+    0."""
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(text)) < threading.TIMEOUT_MAX:
             return seconds
@@ -73,10 +74,10 @@ def _live(args: argparse.Namespace) -> int:
 
 
 def _page(args: argparse.Namespace) -> int:
-    """Write the page, print its path, and return the exit status 0; with ``--perfetto`` write the trace first, with
-    ``--open`` show the page in a browser. Raises `RecordError` if there is no record.
+    """Write the page, print its path, and return the exit status 0. ``--perfetto`` writes the trace first, ``--open``
+    shows the page in a browser, and ``--watch`` rewrites the page until the run has ended (see `Run.over`).
 
-    With ``--watch`` it is rewritten until the run has ended (see `Run.over`).
+    Raises `RecordError` if there is no record.
     """
     from .page.report import write_report
     from .perfetto import write_perfetto
@@ -102,8 +103,7 @@ def _page(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _progress(title: str) -> Iterator[None]:
     """Show a moving bar on standard error, with ``title`` and the time so far, while the `with` statement runs; nothing
-    where standard error is no terminal.
-    """
+    where standard error is no terminal."""
     if not sys.stderr.isatty():
         yield
         return

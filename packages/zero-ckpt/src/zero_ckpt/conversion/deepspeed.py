@@ -349,7 +349,8 @@ def _flat_tensors(
 
 
 def add_frozen(tensors: Tensors, models: Sequence[ModelFile]) -> None:
-    """Add to `tensors` those frozen parameters that it lacks, each joined from the fragments in the ranks' model files."""
+    """Add those frozen parameters to `tensors` that it lacks, each joined from its fragments in the ranks' model
+    files."""
     for name, shape in (models[0].data.get("frozen_param_shapes") or {}).items():
         if (name, "param") in tensors:
             continue

@@ -21,7 +21,7 @@ def is_foreign(directory: Path) -> bool:
 
 
 def deepspeed_tags(root: Path) -> Iterator[str]:
-    """Yield the tags of DeepSpeed's checkpoints in a root, also of those that a save has moved aside to replace them."""
+    """Yield the tags of DeepSpeed's checkpoints in a root, also of those that a save has moved aside."""
     if root.is_dir():
         tags = (path for path in root.iterdir() if is_tag(path.name) and not path.is_symlink())
         yield from (path.name for path in tags if is_foreign(path))

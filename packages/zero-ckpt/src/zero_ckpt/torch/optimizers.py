@@ -191,7 +191,7 @@ def _matching_options(stored: dict[str, Any], options: dict[str, Any]) -> dict[s
 
 
 def _refuse_tensor(name: str) -> torch.Tensor:
-    """Raise MismatchError naming the tensor `name`: the `read` function of `decode` for data that must hold no tensors."""
+    """Raise MismatchError naming the tensor `name`: a `read` function of `decode` for data without tensors."""
     raise MismatchError(f"a param group cannot hold the tensor {name!r}")
 
 

@@ -1,4 +1,5 @@
-"""The spans of one step and their line in the timeline."""
+"""The spans of one step, on the writer's side, and their line in the timeline. ``unix`` is Unix seconds at 0 of the
+writer's clock."""
 
 from __future__ import annotations
 
@@ -38,10 +39,8 @@ class StepBlock(NamedTuple):
         return self.began + self.seconds
 
     def encode(self, unix: float, tail: str = "") -> bytes:
-        """Return the block as a line of the timeline.
-
-        ``unix``: Unix seconds at 0 of the writer's clock. ``tail``: more JSON fields, each with a comma before it.
-        """
+        """Return the spans of the step as a line of the timeline. ``tail``: more JSON fields to put into it, each with
+        a comma before it."""
         began = self.began
         names: dict[str, int] = {}
         spans = []
@@ -64,22 +63,19 @@ def _names_json(names: tuple[str, ...]) -> str:
 
 
 class OpenBlock(NamedTuple):
-    """A step that has not ended, and the spans under way in it, as (kind, name, begin, bytes)."""
+    """A step that has not ended: its ``block`` so far, and the spans under way in it, as (kind, name, begin, bytes)."""
 
     block: StepBlock
     under_way: UnderWay
 
     def encode(self, unix: float) -> bytes:
-        """Return the step as a line of the timeline: spans under way come last, written as if they ended with the
-        block.
-
-        ``unix``: see `StepBlock.encode`. Adds these spans to the block.
-        """
+        """Return the step as a line of the timeline; the spans under way come last, as if they ended with the block.
+        They are added to the block."""
         block, running = self.block, list(self._begun())
         for kind, name, begin, nbytes in running:
             block.spans.extend((kind, name, begin, block.end, 0.0, nbytes))
         return block.encode(unix, f',"open":true,"under_way":{len(running)}')
 
     def _begun(self) -> Iterable[tuple[SpanKind, str, float, int]]:
-        """Return the spans under way that began before the block's end."""
+        """Return those spans under way that began before the block's end."""
         return (item for item in self.under_way if item[2] <= self.block.end)

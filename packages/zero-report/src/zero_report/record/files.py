@@ -1,4 +1,5 @@
-"""Writing the three files of one rank, each of a bounded size."""
+"""Writing the three files of one rank, each of a bounded size. ``unix`` is Unix seconds at 0 of the clock that measured
+the steps."""
 
 from __future__ import annotations
 
@@ -86,11 +87,10 @@ class Table:
         self._file.append(self._head)
 
     def add(self, steps: Sequence[EndedStep], unix: float) -> None:
-        """Add rows for ended steps, which follow those before; a row covers as many steps as the others, so the last
-        row is filled up first.
+        """Add rows for ended steps, which follow those added before. All rows cover the same number of steps, so the
+        last row is first filled up.
 
-        Merges rows where the file would become too large. `flush` writes them. ``unix``: Unix seconds at 0 of the
-        steps' clock.
+        Merges rows where the file would become too large. The rows are written by `flush`.
         """
         if not steps:
             return
@@ -147,10 +147,11 @@ class Table:
 
 
 class Timeline:
-    """The timeline of a rank in at most ``max_bytes``, but for the newest step.
+    """The timeline of a rank in at most ``max_bytes``, unless the newest step alone is larger. ``path``: of the file,
+    which is made anew.
 
-    When it is full, only older steps that are multiples of a growing power of two stay, the stride, and the last
-    `RECENT_STEPS`. ``path``: of the file, which is made anew.
+    When it is full, older steps stay only if they are multiples of the stride, a growing power of two; the last
+    `RECENT_STEPS` all stay.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -163,11 +164,11 @@ class Timeline:
         self._unwritten: list[bytes] = []
 
     def indices_to_keep(self, first: int, count: int) -> list[int]:
-        """Return which of ``count`` consecutive ended steps, from step number ``first`` on, to append, as indices from
-        0.
+        """Return which of ``count`` ended steps to append, as indices from 0; the steps have the consecutive numbers
+        from ``first`` on.
 
         They are the last `RECENT_STEPS`, and multiples of the stride before them. Doubles the stride until older steps
-        have room; the next `append` thins the file's own steps to it.
+        have room; the next `append` drops the steps in the file that are no multiples of it.
         """
         old = max(0, count - RECENT_STEPS)
         each = self._bytes / len(self._blocks) if self._blocks else 0.0
@@ -177,11 +178,11 @@ class Timeline:
         return [*range(-first % self._stride, old, self._stride), *range(old, count)]
 
     def append(self, lines: Sequence[tuple[int, bytes]], under_way: bytes) -> None:
-        """Write ``lines``, pairs of step and line for ended steps, and ``under_way``, the line of the step that has not
-        ended.
+        """Write ``lines``, pairs (step, line) of ended steps, and ``under_way``, the line of the step that has not
+        ended, or nothing if it is empty.
 
-        The latter is provisional, or empty for none. Drops older steps when the file is full. After an OSError the next
-        call writes these ``lines`` too.
+        The latter is provisional: the next call overwrites it. Drops older steps when the file is full. After an
+        OSError the next call writes these ``lines`` too.
         """
         self._blocks += lines
         self._unwritten += [line for _, line in lines]
@@ -197,8 +198,8 @@ class Timeline:
         self._file.close()
 
     def _drop_old_steps(self) -> None:
-        """Drop older steps until half of the room is free or none is left, then recent ones beyond the bound; rewrite
-        the file.
+        """Drop older steps until half of the bound is free or none is left, then recent ones as long as the file is
+        beyond the bound; rewrite the file.
 
         The newest step always stays.
         """
@@ -229,9 +230,9 @@ class Notes:
         self._summary = b""
 
     def add(self, note: dict[str, Any]) -> None:
-        """Write one note now; if there is no room, count it, and write the number of notes that were left out instead.
+        """Write one note now. If there is no room, count the note and write how many were left out instead.
 
-        The first note is always written. After an OSError `flush` writes the note.
+        The first note is always written. After an OSError the note is kept, and `flush` writes it.
         """
         line = encode(note)
         held = self._file.final_bytes + len(self._unwritten)
@@ -243,12 +244,12 @@ class Notes:
         self.flush()
 
     def flush(self) -> None:
-        """Write what an OSError has kept from being written, and the number of notes that were left out."""
+        """Write the notes that an OSError has kept from being written, and the number of notes that were left out."""
         self._file.append(self._unwritten, self._summary)
         self._unwritten = b""
 
     def finish(self, last: dict[str, Any]) -> None:
-        """Write the last note, ``last`` and the number that was left out, even beyond the bound."""
+        """Write ``last``, the last note, and the number of notes that were left out, even beyond the bound."""
         self._file.append(self._unwritten + encode({**last, "left_out": self._left_out}))
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Lines of JSON with a checksum, which reveals damaged and incomplete lines."""
+"""Lines of JSON with a checksum, which reveals damaged and incomplete lines. A line is the checksum, the JSON (its
+body) and a newline."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=Fa
 
 
 def encode(value: Any) -> bytes:
-    """Return ``value``, plain data, as one line with checksum and newline. Infinities and NaN become null."""
+    """Return ``value``, plain data, as one line of the record, as bytes. Infinities and NaN become null."""
     return encode_text(json_text(value))
 
 
@@ -35,7 +36,8 @@ def encode_text(text: str) -> bytes:
 
 
 class Lines(NamedTuple):
-    """The lines of a file: ``bodies``, the JSON of the undamaged ones, and the bytes and number of damaged ones."""
+    """The lines of a file: ``bodies``, the JSON of the undamaged ones, in order, and the total bytes and the number of
+    the damaged ones."""
 
     bodies: list[bytes]
     damaged_bytes: int
@@ -43,8 +45,8 @@ class Lines(NamedTuple):
 
 
 def read(path: Path) -> Lines:
-    """Read the file ``path``, and return the JSON of its undamaged lines with the extent of the damage. Raises OSError
-    if it cannot be read."""
+    """Read the file ``path`` and return the JSON of its undamaged lines, with the bytes and the number of the others.
+    Raises OSError if the file cannot be read."""
     data = read_regular(path)
     bodies: list[bytes] = []
     damaged = lines = 0
@@ -59,8 +61,8 @@ def read(path: Path) -> Lines:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the bytes of a regular file. Raises OSError if it cannot be read or is none, such as a pipe, which would
-    be waited for."""
+    """Return the bytes of the regular file ``path``. Raises OSError if it cannot be read or is no regular file; a pipe,
+    say, would never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return path.read_bytes()

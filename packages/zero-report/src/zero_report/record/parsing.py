@@ -39,9 +39,9 @@ class Span(NamedTuple):
 class Block:
     """The spans of one rank in one step.
 
-    ``began``: Unix seconds. ``us``: microseconds of the step. ``left_out``: number of spans that were not recorded.
-    ``memory``: pairs of microseconds and bytes by owner. ``open``: the step had not ended, nor had its last
-    ``under_way`` spans.
+    ``began``: start of the step in Unix seconds. ``us``: its duration in microseconds. ``left_out``: number of spans
+    that were not recorded. ``memory``: pairs of microseconds since the step's start and bytes by owner. ``open``: the
+    step was still running when it was written, as were its last ``under_way`` spans.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Block:
 
 
 def parse_line(body: bytes) -> Any:
-    """Return the value of a line's JSON; None if it is no JSON."""
+    """Return the value of ``body``, the JSON of a line; None if it is no JSON."""
     try:
         return load_json(body)
     except ValueError:
@@ -63,7 +63,7 @@ def parse_line(body: bytes) -> Any:
 
 
 def _parse_lines(bodies: list[bytes]) -> list[Any]:
-    """Return the value of each line's JSON, as `parse_line` does, faster where all lines are JSON."""
+    """Return the values of the JSON of many lines, as `parse_line` returns them, all in one parse if all are JSON."""
     try:
         values = load_json(b"[" + b",".join(bodies) + b"]")
     except ValueError:
@@ -72,15 +72,16 @@ def _parse_lines(bodies: list[bytes]) -> list[Any]:
 
 
 def _is_cell(value: Any) -> bool:
-    """Return whether a table may have ``value`` in a row."""
+    """Return whether ``value`` may stand in a row of a table: a number, or None if it is missing."""
     return value is None or is_number(value)
 
 
 def parse_table(bodies: list[bytes]) -> tuple[dict[str, Array], int]:
-    """Return the columns of a table by name, with NaN for missing ones, and the number of lines left out: rows with
-    another number of values, or with no numbers for the steps and seconds that they cover.
+    """Return (the columns of a table by name, the number of lines left out) from the JSON of its lines. Missing numbers
+    are NaN.
 
-    If the line with the names is damaged, they are taken to be those of this version.
+    Lines are left out if they have another number of values than the first line has names, or no numbers for the steps
+    and seconds that they cover. If the first line is damaged, the names are taken to be those of this version.
     """
     rows, names = _parse_lines(bodies), list(COLUMN_NAMES)
     if rows and isinstance(rows[0], list) and rows[0] and all(isinstance(name, str) for name in rows[0]):
@@ -102,7 +103,8 @@ def parse_table(bodies: list[bytes]) -> tuple[dict[str, Array], int]:
 
 
 def parse_block(body: bytes) -> Block | None:
-    """Return the spans of a step from the JSON of a line of the timeline; None if it is not laid out as such."""
+    """Return the spans of a step from ``body``, the JSON of a line of the timeline; None if it is not laid out as the
+    format says."""
     value = parse_line(body)
     if not is_block(value):
         return None

@@ -103,8 +103,8 @@ def _dry_run_plan(path: str, data: Mapping[str, Any], rank: int) -> RunPlan:
 
 
 def _rates(bounds: Any, per_node: int) -> dict[str, float]:
-    """Return the bytes per second of one rank by resource, from a plan's ``bounds``; the ``per_node`` ranks of a node
-    share its drives.
+    """Return the bytes per second of one rank by resource, from ``bounds`` in a plan. A node has ``per_node`` ranks,
+    which share its drives.
 
     Resources without a rate are left out.
     """
@@ -114,10 +114,11 @@ def _rates(bounds: Any, per_node: int) -> dict[str, float]:
 
 
 class PlannedRun:
-    """Records a plan at the start, and warns if it is of another run, or the run departs from it by more than 5 %.
+    """Writes a plan into the record at the start, and warns if the plan is of another run, or if the run departs from
+    it by more than 5 %.
 
-    ``writer``: gets the plan as notes. ``actual``: the run's settings, by the names in ``plan.setup``. ``warn``: gets
-    each warning as text.
+    ``writer``: gets the plan as notes. ``actual``: the run's settings, by the names in ``plan.setup``. ``warn``: is
+    called with each warning's text.
     """
 
     def __init__(
@@ -156,9 +157,9 @@ class PlannedRun:
             self._check("the peak on the device is", "", device, self._plan.device_bytes)
 
     def _check(self, what: str, where: str, found: int, planned: int) -> None:
-        """Warn if ``found`` bytes depart by more than 5 % from ``planned`` bytes; never where 0 were planned.
+        """Warn if ``found`` bytes depart by more than 5 % from ``planned`` bytes; never if 0 were planned.
 
-        ``what`` and ``where`` are the words before and behind the bytes.
+        ``what`` and ``where`` are the words before and behind the number of bytes in the warning.
         """
         if planned and abs(found - planned) > _TOLERANCE * planned:
             self._warn(

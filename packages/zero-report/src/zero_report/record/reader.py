@@ -1,4 +1,9 @@
-"""Reading a record: from files, perhaps damaged, to arrays."""
+"""Reading a record: from files, perhaps damaged, to arrays.
+
+A record has an attempt for each start of the run, and an attempt has a table, notes and a timeline for each rank; see
+[Note: record format 1]. ``problems`` is a list to which functions add a sentence for each thing that cannot be read;
+none of these raises an error unless it says so.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +54,14 @@ class RankRecord:
         return sorted(self._bodies)
 
     def block(self, step: int) -> Block | None:
-        """Return the spans of a step, parsed at every call; None if they were not kept, or are not laid out as
-        spans."""
+        """Return the spans of a step; None if they were not kept, or their line is not laid out as the format says.
+        They are parsed at every call."""
         body = self._bodies.get(step)
         return None if body is None else parse_block(body)
 
     def last_block(self) -> Block | None:
-        """Return the spans of the newest step, which may not have ended; None as for `block`."""
+        """Return the spans of the newest step whose spans were kept; that step may not have ended. None as for `block`,
+        and if no step was kept."""
         return self.block(max(self._bodies)) if self._bodies else None
 
     def has_memory(self, step: int) -> bool:
@@ -63,11 +69,12 @@ class RankRecord:
         return b'"memory":[[' in self._bodies.get(step, b"")
 
     def is_open(self, step: int) -> bool:
-        """Return whether a step had not ended when the rank last wrote; False if the step was not kept."""
+        """Return whether a step was still running when the rank last wrote; False if the step was not kept."""
         return b'"open":true' in self._bodies.get(step, b"")[-64:]
 
     def open_block(self) -> Block | None:
-        """Return the spans of the step that had not ended when the rank last wrote; None if there is no such step."""
+        """Return the spans of the step that was still running when the rank last wrote; None if there is no such
+        step."""
         block = self.last_block()
         return block if block is not None and block.open else None
 
@@ -90,17 +97,17 @@ class Attempt:
 
     @property
     def first(self) -> RankRecord:
-        """The record of the lowest rank with rows in its table; of the lowest rank if none has some."""
+        """The record of the lowest rank with rows in its table; if no rank has any, the record of the lowest rank."""
         return self._lowest(lambda record: len(record.table["first"]))
 
     @property
     def traced(self) -> RankRecord:
-        """The record of the lowest rank with spans of steps; of the lowest rank if none has some."""
+        """The record of the lowest rank with spans of steps; if no rank has any, the record of the lowest rank."""
         return self._lowest(lambda record: record.steps)
 
     @property
     def head(self) -> dict[str, Any]:
-        """The head of the lowest rank that has one; empty if none has. It is that rank's own dict."""
+        """The first note, the head, of the lowest rank that has one; empty if none has. It is that rank's own dict."""
         return self._lowest(lambda record: record.head).head
 
     @property
@@ -115,13 +122,13 @@ class Attempt:
         return facts if isinstance(facts, dict) else {}
 
     def steps(self) -> list[int]:
-        """Return the steps whose spans every rank kept that has spans at all, ascending."""
+        """Return, in ascending order, the steps whose spans all ranks kept; ranks without any spans do not count."""
         kept = [set(record.steps) for record in self.ranks.values() if record.steps]
         return sorted(set.intersection(*kept)) if kept else []
 
     def _lowest(self, has: Callable[[RankRecord], Any]) -> RankRecord:
-        """Return the record of the lowest rank for which ``has`` is true, or not empty; of the lowest rank if there is
-        none."""
+        """Return the record of the lowest rank for which ``has`` returns a true value; if there is none, the record of
+        the lowest rank."""
         ranks = sorted(self.ranks)
         return self.ranks[next((rank for rank in ranks if has(self.ranks[rank])), ranks[0])]
 
@@ -151,8 +158,7 @@ class Run:
 
     @cached_property
     def replayed(self) -> int:
-        """The number of steps that a later attempt repeated, by the tables of each attempt's first rank
-        (`Attempt.first`)."""
+        """The number of steps that a later attempt repeated, by the table of each attempt's `Attempt.first`."""
         tables = [attempt.first.table for attempt in self.attempts]
         firsts = [int(table["first"][0]) for table in tables if len(table["first"])]
         ends = [int(table["first"][-1] + table["steps"][-1]) for table in tables if len(table["first"])]
@@ -184,8 +190,8 @@ def read_run(path: str | Path) -> Run:
 
 
 def _attempt_folders(root: Path, problems: list[str]) -> list[Path]:
-    """Return the folders ``attempt-NUMBER`` in ``root`` by number; none if ``root`` is no folder. Files in place of
-    them, and a folder that cannot be read, are added to ``problems``."""
+    """Return the folders ``attempt-NUMBER`` in ``root``, sorted by number; an empty list if ``root`` is no folder.
+    Files of such names, and a folder that cannot be listed, are added to ``problems``."""
     try:
         found = [path for path in root.iterdir() if re.fullmatch(r"attempt-\d+", path.name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -200,8 +206,8 @@ def _attempt_folders(root: Path, problems: list[str]) -> list[Path]:
 
 
 def _read_failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    """Return the content of `failure.json`; None if it does not exist, or with a sentence in ``problems`` if it cannot
-    be read or has other types than the format."""
+    """Return the content of ``path``, the launcher's `failure.json`; None if there is none. None also if it cannot be
+    read or its values have other types than the format says, which is added to ``problems``."""
     try:
         value = load_json(lines.read_regular(path))
     except FileNotFoundError:
@@ -217,10 +223,9 @@ def _read_failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def _read_attempt(folder: Path, problems: list[str]) -> Attempt | None:
-    """Return the attempt in a folder; None if it has no files of ranks, or cannot be read.
+    """Return the attempt in a folder; None if no rank has a file there, or the folder cannot be listed.
 
-    A sentence for damaged files, and one for ranks that wrote nothing, is added to ``problems``. Raises `RecordError`
-    for a newer schema.
+    Damaged files, and ranks that wrote nothing, are added to ``problems``. Raises `RecordError` for a newer schema.
     """
     try:
         found = {int(match[1]) for path in folder.iterdir() if (match := _RANK_FILE.match(path.name))}
@@ -239,7 +244,7 @@ def _read_attempt(folder: Path, problems: list[str]) -> Attempt | None:
 
 
 def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
-    """Return the record of a rank from its three files in an attempt's folder; damage is added to ``problems``.
+    """Return the record of a rank from its three files in an attempt's folder; damage in them is added to ``problems``.
 
     Raises `RecordError` for a newer schema.
     """
@@ -264,7 +269,8 @@ def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
 
 
 def _count_misshapen(path: Path, count: int, lines_read: int, problems: list[str]) -> None:
-    """Add a sentence to ``problems`` if ``count`` of the undamaged lines of a file are not what the format has."""
+    """Add a sentence to ``problems`` if ``count``, of ``lines_read`` undamaged lines of a file, are not laid out as the
+    format says; nothing if it is 0."""
     if count:
         problems.append(
             f"{path.parent.name}/{path.name}: {count} of {lines_read:,} lines are whole but not laid out as the "
@@ -273,10 +279,10 @@ def _count_misshapen(path: Path, count: int, lines_read: int, problems: list[str
 
 
 def _read_lines(path: Path, problems: list[str], *, begins_empty: bool = True) -> list[bytes]:
-    """Return the JSON of a file's undamaged lines; none if it cannot be read.
+    """Return the JSON of the undamaged lines of the file ``path``; an empty list if it cannot be read.
 
-    A sentence about damage, or about a file that cannot be read, is added to ``problems``; also about an empty file,
-    unless ``begins_empty``: files of this kind have no line at first.
+    Damage, and a file that cannot be read, is added to ``problems``; so is an empty file, unless ``begins_empty``, as
+    the timeline does.
     """
     try:
         found = lines.read(path)

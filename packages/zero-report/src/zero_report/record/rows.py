@@ -1,4 +1,8 @@
-"""Rows of the table: the columns of ended steps, merged, and their lines."""
+"""Rows of the table: the columns of ended steps, merged, and their lines.
+
+A row maps columns to numbers and covers one step or several; when rows are merged, each column combines their values by
+its rule (`schema.Column`): a sum, a mean, the first, and so on.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +86,8 @@ def _add_columns(rows: Sequence[Row], parts: Sequence[slice], steps: Sequence[Ro
 
 
 def merge_into(row: Row, later: Row) -> None:
-    """Merge ``later`` into ``row``, in place, by the columns' rules; its steps follow those of ``row``.
-
-    A column that ``row`` lacks is taken over.
-    """
+    """Merge the row ``later`` into ``row``, in place, by the columns' rules. The steps of ``later`` follow those of
+    ``row``; a column that ``row`` lacks is taken over."""
     weight, more = row["steps"], later["steps"]
     for name, value in later.items():
         rule = _MERGE_RULE[name]
@@ -110,7 +112,8 @@ def encode_row(row: Row) -> bytes:
 
 @cache
 def _row_format(names: tuple[str, ...]) -> tuple[str, Callable[[Row], Any]]:
-    """Return the %-format of rows with columns ``names``, and a function that returns a row's values for it; cached.
+    """Return (a %-format for the line of a row with the columns ``names``, a function that returns a row's values for
+    it); cached.
 
     Columns of the table that are not in ``names`` are null. Integers are exact, times of day to the microsecond, other
     numbers to ten digits.

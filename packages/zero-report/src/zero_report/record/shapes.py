@@ -13,7 +13,7 @@ _LARGEST = 1e300
 
 
 def load_json(body: bytes) -> Any:
-    """Return the value of JSON text. Raises ValueError if it is no JSON, or nested too deeply."""
+    """Return the value of the JSON text ``body``. Raises ValueError if it is no JSON, or nested too deeply."""
     try:
         return json.loads(body)
     except RecursionError as error:
@@ -26,12 +26,13 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether ``value`` is an integer that a float can hold, and no boolean."""
+    """Return whether ``value`` is an integer that a float can hold, possibly negative, and no boolean."""
     return isinstance(value, int) and is_number(value)
 
 
 def is_note(value: Any) -> bool:
-    """Return whether ``value`` is a note, other than a head, whose known facts have their types."""
+    """Return whether ``value`` can be a note, a dict with a kind and a time, in which the facts that readers use have
+    the right types."""
     if not isinstance(value, dict) or not isinstance(value.get("note"), str) or not is_number(value.get("at")):
         return False
     kind = value["note"]
@@ -44,7 +45,8 @@ def is_note(value: Any) -> bool:
 
 
 def is_head(value: Any) -> bool:
-    """Return whether ``value`` is a head: a note with the schema, the world size and the writer's facts."""
+    """Return whether ``value`` can be a head: a note of kind "head" in which schema, world size, begin and facts have
+    the right types."""
     if not is_note(value) or value["note"] != "head":
         return False
     facts = value.get("facts", {})
@@ -59,7 +61,8 @@ def is_head(value: Any) -> bool:
 
 
 def is_block(value: Any) -> bool:
-    """Return whether ``value`` is a step of the timeline, with spans of known kinds."""
+    """Return whether ``value`` can be the spans of a step in the timeline: a dict with the right types, and spans of
+    known kinds."""
     if not isinstance(value, dict) or not all(is_count(value.get(name)) for name in ("step", "us", "left_out")):
         return False
     names, spans, memory = (value.get(name) for name in ("names", "spans", "memory"))
@@ -80,7 +83,7 @@ def is_block(value: Any) -> bool:
 
 
 def failure_fault(value: Any) -> str:
-    """Return what is wrong with the content of `failure.json`, empty if nothing is."""
+    """Return words that say what is wrong with ``value``, the content of `failure.json`; empty if nothing is."""
     if not isinstance(value, dict):
         return f"expected an object, got {_short_json(value)}"
     for name, wanted, fits in (
@@ -96,9 +99,8 @@ def failure_fault(value: Any) -> str:
 
 
 def _all_fit(value: Mapping[str, Any], fits: Callable[[Any], bool], *names: str) -> bool:
-    """Return whether ``fits`` is true for the values under ``names`` in ``value``; names that are absent are passed
-    over.
-    """
+    """Return whether ``fits`` returns True for each value that ``value`` has under ``names``; absent names are passed
+    over."""
     return all(fits(value[name]) for name in names if name in value)
 
 
@@ -109,7 +111,8 @@ def _is_memory(value: Any) -> bool:
 
 
 def _is_flight(value: Any) -> bool:
-    """Return whether ``value`` is an array whose objects have an array, or nothing, as `last`."""
+    """Return whether ``value`` can be the ranks' last collectives in `failure.json`: a list of dicts whose `last` is a
+    list or absent."""
     return isinstance(value, list) and all(
         isinstance(row.get("last") or [], list) for row in value if isinstance(row, dict)
     )

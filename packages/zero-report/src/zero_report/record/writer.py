@@ -159,8 +159,8 @@ class RecordWriter:
             sums[column] = sums.get(column, 0.0) + nbytes
 
     def sent(self, nbytes: int, across: int = 0) -> None:
-        """Count a collective of the current step in which this rank sends ``nbytes`` bytes, ``across`` of them to other
-        nodes."""
+        """Count one collective of the current step, in which this rank sends ``nbytes`` bytes, ``across`` of them to
+        other nodes."""
         sums = self._sums
         sums["collectives"] = sums.get("collectives", 0) + 1
         sums["sent_bytes"] = sums.get("sent_bytes", 0) + nbytes
@@ -178,10 +178,10 @@ class RecordWriter:
         sums[column] = sums.get(column, 0.0) + amount
 
     def memory(self, owners: Mapping[str, int], *, process: int | None = None, device: int | None = None) -> None:
-        """Record the memory held now, in bytes: by owner (see `schema.OWNERS`), resident in the process, and of the
-        accelerator.
+        """Record the bytes of memory held now: ``owners``, bytes by owner (see `schema.OWNERS`), ``process``, resident
+        in the process, and ``device``, allocated on the accelerator; None: not known.
 
-        None: not known. May be called several times a step; the step's row has the largest of each.
+        May be called several times a step; the step's row has the largest of each.
         """
         now = dict(owners)
         if self._memory is None:
@@ -269,16 +269,18 @@ class RecordWriter:
         atexit.unregister(self.close)
 
     def _clear_step(self) -> None:
-        """Replace the collected spans, sums and memory by empty ones, for a new step; the caller holds the lock."""
+        """Replace the spans, sums and memory collected so far by empty ones, for a new step. The caller holds
+        `_lock`."""
         self._spans, self._left_out, self._sums, self._memory = [], 0, {}, None
         if self._peaks:
             self._peaks = {}
 
     def _write_handed_over(self, running: UnderWay, *, closing: bool = False) -> None:
-        """Write the ended steps, and the current one with the spans ``running`` under way, if it has any spans.
+        """Write the steps that have ended since the last call, and the current step with the spans ``running`` under
+        way, if it has any spans.
 
-        When ``closing``, the current one only if it has computed. The caller holds `_file_lock`; this takes `_lock` for
-        a moment.
+        When ``closing``, the current step is written only if it has spans of computing. The caller holds `_file_lock`;
+        this takes `_lock` for a moment.
         """
         with self._lock:
             finished, self._finished = self._finished, []
@@ -299,8 +301,8 @@ class RecordWriter:
             self._try_to_write(self._table.flush)
 
     def _try_to_write(self, write: Callable[[], object]) -> None:
-        """Call ``write``, which keeps what it cannot write for the next call; warn of its first OSError. A record must
-        not end the training."""
+        """Call ``write``, and log a warning for the first OSError of all calls instead of raising it, so that a record
+        does not end the training. What ``write`` could not write it keeps for its next call."""
         try:
             write()
         except OSError as error:
