@@ -1,4 +1,5 @@
-"""The coefficients that each rule's kernel reads, in the order of `csrc/rules-inl.h`, prepared in float64.
+"""The coefficients that each rule's kernel reads, in the order of `csrc/rules-inl.h`, prepared in float64. A rule is
+the update of one optimizer.
 
 The reference in `reference/steps.py` and the kernels both start from these, so that what is compared is the arithmetic.
 """
@@ -30,9 +31,8 @@ ADAM, ADAGRAD, LION, SGD, LAMB = range(5)
 
 
 def check_integers(step: int, element_offset: int, seed: int, *, first_step: int = 1) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless all three are ints below 2**63, ``step`` at least ``first_step`` and
-    the others at least 0.
-    """
+    """Raise ``TypeError`` or ``ValueError`` unless all three are ints below 2**63, ``step`` is at least ``first_step``,
+    and ``element_offset`` and ``seed`` are at least 0."""
     for name, value, least in (("step", step, first_step), ("element_offset", element_offset, 0), ("seed", seed, 0)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
@@ -41,13 +41,13 @@ def check_integers(step: int, element_offset: int, seed: int, *, first_step: int
 
 
 def _check_at_least_zero(name: str, value: float) -> None:
-    """Raise ``ValueError`` by ``name`` for a value below 0, and for NaN."""
+    """Raise ``ValueError``, naming the argument ``name``, for a ``value`` below 0 or NaN."""
     if not value >= 0.0:
         raise ValueError(f"{name}: expected a number >= 0, got {value}")
 
 
 def _check_beta(name: str, value: float) -> None:
-    """Raise ``ValueError`` by ``name`` for a value outside [0, 1), and for NaN."""
+    """Raise ``ValueError``, naming the argument ``name``, for a ``value`` outside [0, 1) or NaN."""
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name}: expected a number in [0, 1), got {value}")
 
@@ -79,9 +79,10 @@ def segment_table(
 def results(
     out: Mapping[str, Operands] | None, written: Sequence[tuple[str, Operands | None]]
 ) -> tuple[Operands | None, ...] | None:
-    """Return the operands in ``out`` in the order of ``written``, (name, argument) of what the call writes, with None
-    where there is no such argument; None without ``out``. Raises ``ValueError`` unless ``out`` has exactly the names
-    of the arguments that are given.
+    """Return the operands in ``out``, by name, as a tuple in the order of ``written``, pairs (name, argument) of
+    everything that the call writes; None in place of an argument that is None. Return None without ``out``.
+
+    Raises ``ValueError`` unless ``out`` has exactly the names of the arguments that are given.
     """
     if out is None:
         return None

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 
 class ClosureOptimizer(Optimizer, ABC):
-    """A `torch.optim.Optimizer` whose subclasses define `update`, which runs after the closure, if any, and without
-    autograd.
-    """
+    """A `torch.optim.Optimizer` whose subclasses define `update`, the change of the parameters. `step` calls it without
+    autograd, after the closure if there is one."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -56,7 +55,7 @@ def adam_defaults(
     weight_decay: float = 0.0,
     bias_correction: bool = True,
 ) -> dict[str, Any]:
-    """Return the arguments by name, as the ``defaults`` that `torch.optim.Optimizer` takes."""
+    """Return the arguments as a dict by name, for the ``defaults`` that `torch.optim.Optimizer` takes."""
     return {
         "lr": lr,
         "betas": tuple(betas),

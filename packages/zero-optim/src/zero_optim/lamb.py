@@ -23,7 +23,7 @@ PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
 
 
 class ReduceNorms(Protocol):
-    """Turns squared norms of fragments into those of full parameters."""
+    """Turns squared norms of fragments into those of full parameters; a function with this signature."""
 
     def __call__(self, partial: PartialNorms, /) -> list[tuple[float, ...]]:
         """Return the squared norms of the full parameter for each entry of ``partial``, in this order: their sums over
@@ -122,12 +122,14 @@ class Lamb(ClosureOptimizer):
 
 
 def _unreduced_norms(partial: PartialNorms, /) -> list[tuple[float, ...]]:
-    """Return the norms in ``partial`` as they are: every tensor is a full parameter."""
+    """Return the squared norms in ``partial`` unchanged, as every tensor is a full parameter: the default for
+    ``reduce_norms``."""
     return [norms for _, norms in partial]
 
 
 def _has_kernel(p: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Return whether the CPU kernels can work on ``p`` together with ``others``: its gradient, moments or direction."""
+    """Return whether the CPU kernels support ``p`` together with ``others``, tensors that one call takes with it, such
+    as its gradient or moments."""
     plain = p.device.type == "cpu" and p.dtype in _DTYPES and p.is_contiguous()
     return plain and all(other.dtype == p.dtype and other.is_contiguous() for other in others)
 

@@ -58,8 +58,8 @@ class MuonWithAdam(ClosureOptimizer):
         return cls(groups)
 
     def update(self) -> None:
-        """Update every parameter that has a gradient by its group's optimizer, which is made for the step; states are
-        kept in ``self.state``."""
+        """Update every parameter that has a gradient in place, by the optimizer that its group selects. That optimizer
+        is made anew for each step; its states are kept in ``self.state``."""
         for group, trained in self.groups_with_gradients():
             kind = muon_class() if group[_FLAG] else torch.optim.AdamW
             part = kind([{**{k: v for k, v in group.items() if k != _FLAG}, "params": trained}])

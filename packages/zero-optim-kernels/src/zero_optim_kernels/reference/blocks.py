@@ -48,7 +48,7 @@ _U5E3 = np.array([decode_u5e3(code) for code in range(256)])
 
 
 def _integer_codes(t: Single, most: int, random: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.int64]:
-    """Return the integers nearest to ``t``, ties to even, limited to ``most`` in magnitude.
+    """Return the integers nearest to ``t``, ties to even, limited to magnitudes up to ``most``.
 
     ``random``: 32 bits per element, for stochastic rounding: noise within (-1/2, 1/2) is added first. None rounds to
     nearest.
@@ -127,9 +127,8 @@ def quantize(
 
 
 def dequantize(payload: Codes, scales: Single, n: int, code: Code, block: int) -> Any:
-    """Return codes times scales for ``n`` elements, in float32: what `quantize` encoded with the same ``code`` and
-    ``block``.
-    """
+    """Return the ``n`` float32 numbers that ``payload`` and ``scales`` encode, code times scale, as `quantize` returned
+    them with the same ``code`` and ``block``."""
     if code == "int8":
         numbers = payload.astype(np.int8).astype(np.float32)
     elif code == "int4":

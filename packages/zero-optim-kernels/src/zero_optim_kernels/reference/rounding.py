@@ -40,9 +40,8 @@ def _bits(x: npt.ArrayLike) -> npt.NDArray[np.uint64]:
 
 
 def _keep_nan(x: npt.ArrayLike, rounded: npt.NDArray[np.uint64]) -> Bits16:
-    """Return ``rounded``, the bf16 bits of float32 ``x``, as uint16, but where ``x`` is NaN the upper half of its bits,
-    made a quiet NaN.
-    """
+    """Return ``rounded``, the bf16 bits of the float32 numbers ``x``, as uint16. Where ``x`` is NaN, take the upper
+    half of its bits instead, made a quiet NaN."""
     nan = (_bits(x) >> np.uint64(16)) | np.uint64(0x40)
     return np.where(np.isnan(np.asarray(x, np.float32)), nan, rounded).astype(np.uint16)
 

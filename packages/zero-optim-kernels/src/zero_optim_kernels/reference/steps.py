@@ -47,12 +47,12 @@ def _float32_coefficients(row: tuple[int, tuple[float, ...]]) -> tuple[float, ..
 
 
 def _as_float64(x: Any) -> Array:
-    """Return numbers as a float64 array: the same object if ``x`` is one."""
+    """Return numbers as a float64 array: ``x`` itself, not a copy, if it is one."""
     return np.asarray(x, dtype=np.float64)
 
 
 def _largest(*terms: Array) -> Array:
-    """Return the largest magnitude among the terms, element by element."""
+    """Return, per element, the largest magnitude among the terms, arrays of one shape."""
     return _as_float64(np.maximum.reduce([abs(term) for term in terms]))
 
 
@@ -62,16 +62,16 @@ def _to_f32(x: Array) -> Array:
 
 
 def _decayed(g: Array, p: Array, l2: float) -> tuple[Array, Array]:
-    """Return the gradient ``g`` plus ``l2 * p``, rounded to float32 as in a kernel, and the magnitude of the sum."""
+    """Return (the gradient ``g`` plus ``l2 * p``, rounded to float32 as in a kernel; the magnitude of that sum, per
+    element)."""
     if l2 != 0.0:
         g = _as_float64(g.astype(np.float32) + (l2 * p).astype(np.float32))
     return _to_f32(g), abs(g)
 
 
 def _lerp(a: Array, b: Array, b_term: Array, weight: float, rest: float) -> tuple[Array, Array]:
-    """Return ``a + weight * (b - a)`` and the largest term of that sum, element by element; ``b_term`` is that of
-    ``b``, ``rest`` is 1 - weight.
-    """
+    """Return (``a + weight * (b - a)``, the largest magnitude among the terms of that sum), both per element.
+    ``b_term`` is the largest term of the sum that made ``b``, ``rest`` is 1 - weight."""
     return (a + weight * (b - a) if weight < 0.5 else b - (b - a) * rest), _largest(a, b_term, b - a)
 
 

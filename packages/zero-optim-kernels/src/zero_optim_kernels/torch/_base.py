@@ -44,7 +44,7 @@ class Settings:
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Raise ``ValueError``, by ``name``, unless low <= value < high; NaN is refused too."""
+    """Raise ``ValueError``, naming the option ``name``, unless low <= value < high; NaN is refused too."""
     if not low <= float(value) < high:
         raise ValueError(f"{name}: expected a number in [{low}, {high}), got {value}")
 
@@ -90,7 +90,7 @@ class KernelOptimizer(Optimizer):
         raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` for options of a group that the kernel does not support."""
+        """Raise ``ValueError`` if the param group has options that the kernel does not support."""
         raise NotImplementedError
 
     def _group_moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
@@ -121,7 +121,8 @@ class KernelOptimizer(Optimizer):
         return f"parameter {names[position]!r}" if names else f"parameter {position} of group {group}"
 
     def _check_param(self, group: int, position: int, param: torch.Tensor) -> None:
-        """Raise ``TypeError`` or ``ValueError``, by `_param_name`, for a device, dtype or strides not supported."""
+        """Raise ``TypeError`` or ``ValueError``, naming the parameter by `_param_name`, for a device, dtype or strides
+        that are not supported. ``group``, ``position``: indices of its group, and in it."""
         name = self._param_name(group, position)
         own = local(param)
         if own.device.type != "cpu":
@@ -143,7 +144,8 @@ class KernelOptimizer(Optimizer):
             )
 
     def _check_grad(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Raise ``TypeError`` or ``ValueError`` by ``name`` unless the kernel can read the gradient of ``param``."""
+        """Raise ``TypeError`` or ``ValueError``, in which the parameter is called ``name``, unless the kernel can read
+        ``grad``, the gradient of ``param``."""
         if grad.layout != torch.strided:
             raise TypeError(
                 f"{name}: sparse gradients are not supported, got layout {grad.layout}; "
@@ -183,7 +185,8 @@ class KernelOptimizer(Optimizer):
                 state[_LOW] = zero_moment(param, torch.int16)
 
     def _init_moment(self, moment: Moment, param: torch.Tensor, state: dict[str, Any], start: float) -> None:
-        """Put a new moment (with its scales in 8-bit state) into ``state``; every element is ``start``."""
+        """Put a new moment of ``param`` into ``state``, its scales too if state is 8-bit; every element is
+        ``start``."""
         dtype = storage_dtype(param, self._settings.state_dtype)
         state.update(zero_state(moment, param, dtype))
         if dtype == torch.uint8:
@@ -291,7 +294,8 @@ class KernelOptimizer(Optimizer):
         return loss
 
     def _step_cohort(self, group: dict[str, Any], cohort: Cohort, grads: list[int]) -> None:
-        """Update one cohort in place and count its step; ``grads``: the gradients' addresses, in its order."""
+        """Update the parameters and states of one cohort of ``group`` in place and count its step; ``grads``: the
+        gradients' addresses, in the cohort's order."""
         number = int(cohort.step.item()) + 1
         wide = cohort.param_dtype == "f64"
         common = {

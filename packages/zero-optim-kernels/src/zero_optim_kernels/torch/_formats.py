@@ -59,7 +59,7 @@ class Moment:
 
     @property
     def scale_name(self) -> str:
-        """Return the state's key of the scales that 8-bit state has."""
+        """The key in the state of the scales that belong to this moment when it is stored in 8 bits."""
         return f"{self.name}_scale"
 
     @property
@@ -69,7 +69,8 @@ class Moment:
 
 
 def parse_state_dtype(value: object) -> StateDtype:
-    """Return the kernels' name of a ``state_dtype`` argument (a name or a torch dtype), or raise ``ValueError``."""
+    """Return the kernels' name of the dtype in a ``state_dtype`` argument, which is a name or a torch dtype. Raises
+    ``ValueError`` for one that is not supported."""
     found = _STATE_NAMES.get(value) if isinstance(value, (str, torch.dtype)) else None
     if found is None:
         raise ValueError(f"state_dtype: expected 'float32', 'bfloat16' or 'int8', got {value!r}")
@@ -77,9 +78,8 @@ def parse_state_dtype(value: object) -> StateDtype:
 
 
 def storage_dtype(param: torch.Tensor, state_dtype: StateDtype) -> torch.dtype:
-    """Return the dtype of a moment's tensor: float64 for a float64 parameter, else by ``state_dtype``, uint8 for 8-bit
-    state.
-    """
+    """Return the dtype in which a moment of ``param`` is stored: float64 for a float64 parameter, else as
+    ``state_dtype`` says, with uint8 for 8-bit state."""
     if param.dtype == torch.float64:
         return torch.float64
     return {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[state_dtype]
@@ -97,9 +97,8 @@ def zero_moment(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def zero_state(moment: Moment, param: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return a moment's entries of the state, all zero, by key: the moment in ``dtype``, and where that is uint8 its
-    scales.
-    """
+    """Return the entries of a parameter's state for a moment whose elements are all zero, by key: the moment in
+    ``dtype`` and, if that is uint8, its scales."""
     entries = {moment.name: zero_moment(param, dtype)}
     if dtype == torch.uint8:
         entries[moment.scale_name] = zero_scales(param)
@@ -107,10 +106,8 @@ def zero_state(moment: Moment, param: torch.Tensor, dtype: torch.dtype) -> dict[
 
 
 def check_shape(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless a saved tensor has the shape of ``like``, the full one and that of this rank's shard.
-
-    ``name``: its key in the state, for the error.
-    """
+    """Raise ``ValueError`` unless ``value``, a saved tensor, has the shape of ``like``, both in full and in this rank's
+    shard. ``name``: its key in the state, for the error."""
     if value.shape == like.shape and local(value).shape == local(like).shape:
         return
     raise ValueError(

@@ -72,7 +72,7 @@ class Cohort:
     param_pointers: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look up the state's tensors and all addresses and sizes."""
+        """Look up the state's tensors and all addresses and sizes, and keep them."""
         self.tensors = {name: [state[name] for state in self.states] for name in self.names}
         self.pointers = {name: addresses(map(local, tensors)) for name, tensors in self.tensors.items()}
         locals_ = self.locals()
@@ -84,15 +84,15 @@ class Cohort:
         return [local(p) for p in self.params] if self.sharded else self.params
 
     def is_current(self) -> bool:
-        """Return whether the parameters still have the addresses, and the states the tensors, that were looked up."""
+        """Return whether what was looked up still holds: the parameters have the same addresses, and their states the
+        same tensors."""
         if addresses(self.locals()) != self.param_pointers:
             return False
         return all(all(map(is_, map(itemgetter(name), self.states), tensors)) for name, tensors in self.tensors.items())
 
     def grad_pointers(self, grads: list[torch.Tensor]) -> list[int] | None:
-        """Return the addresses of the parameters' gradients (of this rank's shards); None when one is not contiguous or
-        not of the cohort's dtype.
-        """
+        """Return the addresses of ``grads``, the parameters' gradients in the cohort's order (of this rank's shards);
+        None when one is not contiguous or not of the cohort's dtype."""
         if self.sharded:
             grads = [local(g) for g in grads]
         if not all(map(_is_contiguous, grads)) or {g.dtype for g in grads} != {self.grad_dtype}:
@@ -116,9 +116,12 @@ class CohortPlan:
         self.absent = [index < 0 for index in self.cohort_of]
 
     def grad_pointers(self, params: list[torch.Tensor], grads: list[torch.Tensor | None]) -> list[list[int]] | None:
-        """Return the gradients' addresses for each cohort. None when the plan no longer describes the group: other
-        parameters, other ones without a gradient, states that were replaced, memory that moved, or a gradient of
-        another dtype or with strides."""
+        """Return the gradients' addresses for each cohort; None when the plan no longer describes the group, so that a
+        new plan is needed.
+
+        That is when the group has other parameters, other parameters lack a gradient, states were replaced, memory
+        moved, or a gradient has another dtype or strides.
+        """
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return None
         if [g is None for g in grads] != self.absent:

@@ -58,8 +58,8 @@ class OneBitOptimizer(ClosureOptimizer):
         return False
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """Return the state that differs between ranks, for a checkpoint: the error feedback, as 1-D float32 tensors,
-        which are not copied.
+        """Return the state that differs between ranks, for a checkpoint: the error feedback (what earlier averages have
+        rounded away), as 1-D float32 tensors by name, which are not copied.
 
         Empty before the first average.
         """
@@ -72,8 +72,8 @@ class OneBitOptimizer(ClosureOptimizer):
         return dict(zip(_ERRORS, (ranks * size, size), strict=True))
 
     def load_rank_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue with what `rank_state` returned on this rank, copied; an empty ``state`` resets the error feedback
-        to zero."""
+        """Set the error feedback to copies of what `rank_state` returned on this rank; an empty ``state`` resets it to
+        zero."""
         self._feedback = None
         if state:
             feedback = self._feedback_average()
@@ -122,10 +122,10 @@ class OneBitOptimizer(ClosureOptimizer):
             state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1.0 - beta2)
 
     def _average_over_ranks(self, tensors: Sequence[torch.Tensor], number: int) -> None:
-        """Replace ``tensors``, one for each parameter, by their averages over the ranks, and elements whose second
-        moment is 0 by 0.
+        """Replace ``tensors``, one for each parameter, by their averages over the ranks, in place. Elements whose
+        second moment is 0 become 0.
 
-        ``number``: the step, from 1. Collective, and waits for the result; it advances the error feedback.
+        ``number``: the step, from 1. Collective, and waits for the result; the error feedback is updated.
         """
         flat = torch.cat([tensor.flatten().float() for tensor in tensors])
         self._feedback_average().average(flat, Tag("reduce", "1-bit average", number - 1)).wait()
@@ -136,7 +136,7 @@ class OneBitOptimizer(ClosureOptimizer):
             start += tensor.numel()
 
     def _feedback_average(self) -> FeedbackAverage:
-        """Return the average with error feedback over the group, created at the first call."""
+        """Return the object that averages over the group with error feedback; it is created at the first call."""
         if self._feedback is None:
             every = [p for _, p in self._parameters()]
             numel = sum(p.numel() for p in every)
@@ -201,9 +201,8 @@ class OneBitAdam(OneBitOptimizer):
 def apply_adam(
     group: dict[str, Any], p: torch.Tensor, state: dict[str, torch.Tensor], first: float, second: float
 ) -> None:
-    """Decay ``p`` and apply one step of Adam from its moments in ``state``; ``first``, ``second``: what these are
-    divided by. ``group`` has ``lr``, ``weight_decay`` and ``eps``.
-    """
+    """Decay the parameter ``p`` and apply one step of Adam to it, in place, from its moments in ``state``. ``first``,
+    ``second``: the bias corrections, by which these are divided. ``group`` has ``lr``, ``weight_decay`` and ``eps``."""
     p.mul_(1.0 - group["lr"] * group["weight_decay"])
     p.addcdiv_(state["exp_avg"], adam_denominator(group, state["exp_avg_sq"], second), value=-group["lr"] / first)
 

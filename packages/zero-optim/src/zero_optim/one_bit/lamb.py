@@ -60,9 +60,9 @@ class OneBitLamb(OneBitOptimizer):
         return {**super()._new_state(p), **{k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
 
     def _take_step(self, number: int, own: bool) -> None:
-        """Take a step of LAMB from averaged gradients; with own gradients (``own``) a compressed one, with frozen
-        variance and ratios, which is collective.
-        """
+        """Update all parameters in step ``number``: by LAMB from averaged gradients or, if the gradients are this
+        rank's ``own``, with frozen variance and ratios from momenta that are averaged over the ranks, which is
+        collective."""
         if own:
             self._compressed_step(number)
             return
@@ -72,7 +72,8 @@ class OneBitLamb(OneBitOptimizer):
                 self._lamb_step(group, p, number)
 
     def _lamb_step(self, group: dict[str, Any], p: torch.Tensor, number: int) -> None:
-        """Apply one step of LAMB to ``p`` from its moments, and add the trust ratio to its average."""
+        """Apply step ``number`` of LAMB to ``p``, in place, from its moments, and add its trust ratio to the ratio's
+        average."""
         state = self.state[p]
         first, second = bias_corrections(group, number, number)
         direction = (state["exp_avg"] / first).div_(adam_denominator(group, state["exp_avg_sq"], second))
@@ -128,9 +129,8 @@ class OneBitLamb(OneBitOptimizer):
         p.add_(direction, alpha=-group["lr"] * factor * float(state["lamb_coeff_freeze"]))
 
     def _limited_factor(self, factor: float, last: float) -> float:
-        """Return ``factor`` limited to ``factor_min`` ... ``factor_max``, then to the allowed change from that of the
-        step before (``last``).
-        """
+        """Return ``factor`` limited to ``factor_min`` ... ``factor_max``, and to a change of at most
+        ``factor_threshold`` from ``last``, the factor of the step before."""
         factor = min(max(factor, self.factor_min), self.factor_max)
         return min(max(factor, last * (1.0 - self.factor_threshold)), last * (1.0 + self.factor_threshold))
 

@@ -70,7 +70,8 @@ class ZeroOneAdam(OneBitOptimizer):
         return min(self.local_step_clipper, 1 << min(doublings, 62))
 
     def synchronise(self) -> bool:
-        """End the interval: average the ranks' local steps. Return whether there were any. Collective."""
+        """End the interval of local steps: average these over the ranks, so that the ranks' weights are equal. Return
+        whether there were any local steps. Collective."""
         if not self._local_steps:
             return False
         self._average_interval(self.steps)

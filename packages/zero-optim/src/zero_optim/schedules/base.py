@@ -1,4 +1,5 @@
-"""The base of every schedule: learning rates as a function of the number of steps."""
+"""The base of every schedule: learning rates as a function of the number of steps. A rate is a float, or a tensor where
+a param group holds its ``lr`` as one."""
 
 from __future__ import annotations
 
@@ -44,10 +45,11 @@ class NotSteppedError(ValueError, AssertionError):
 class Schedule(ABC):
     """A learning rate per param group as a function of the iteration, the number of optimizer steps from 0.
 
-    `last_batch_iteration`: the iteration whose rates were last written, -1 before the first `step`. A schedule that
-    starts at -1 writes its starting rates at construction; one that starts later writes nothing until `step`. A
-    schedule writes only `lr` (and `OneCycle` also `betas`) in the optimizer's param groups, so the parameters in the
-    groups may be replaced at any time. A rate that a group holds as a tensor is written in place.
+    `optimizer`: the object into whose param groups the schedule writes. `last_batch_iteration`: the iteration whose
+    rates were last written, -1 before the first `step`. A schedule that starts at -1 writes its starting rates at
+    construction; one that starts later writes nothing until `step`. A schedule writes only `lr` (and `OneCycle` also
+    `betas`) in the optimizer's param groups, so the parameters in the groups may be replaced at any time. A rate that a
+    group holds as a tensor is written in place.
     """
 
     def __init__(self, optimizer: ParamGroups, last_batch_iteration: int) -> None:
@@ -60,8 +62,11 @@ class Schedule(ABC):
         """Return the learning rate of each param group at `last_batch_iteration`; computed, not written."""
 
     def get_last_lr(self) -> list[Rate]:
-        """Return the learning rate of each param group as last written by this schedule. Raises `NotSteppedError`
-        before the first. It is the schedule's own list; each `step` makes a new one."""
+        """Return the learning rate of each param group as this schedule last wrote it: the schedule's own list, of
+        which each `step` makes a new one.
+
+        Raises `NotSteppedError` if it has written none yet.
+        """
         if self._last_lr is None:
             raise NotSteppedError(f"{type(self).__name__} has not set a learning rate yet: need to call step() first")
         return self._last_lr
@@ -77,8 +82,8 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the iteration in `state_dict`; rates are written at the next `step`. Raises ValueError if it
-        has no iteration; nothing changes then."""
+        """Set `last_batch_iteration` to the one in `state_dict`; the next `step` advances from there and writes the
+        rates. Raises ValueError, with nothing changed, if there is none in it."""
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int):
             raise ValueError(
@@ -107,9 +112,10 @@ class Schedule(ABC):
 
 
 def per_group(optimizer: ParamGroups, name: str, value: Any) -> list[Any]:
-    """Return one value per param group: ``value`` for each, or its items if it is a list or tuple with one per group.
+    """Return one value per param group: ``value`` for each group, or the items of ``value`` if it is a list or tuple
+    with one item per group.
 
-    Raises ValueError by ``name`` for another length, or for items that are not numbers.
+    Raises ValueError, naming the argument ``name``, for a list of another length and for items that are not numbers.
     """
     count = len(optimizer.param_groups)
     values = list(value) if isinstance(value, list | tuple) else [value] * count

@@ -176,13 +176,12 @@ class OneCycle(Schedule):
             self._write_momentum(self._momenta())
 
     def _decay_intervals(self) -> float:
-        """Return how many intervals of `decay_step_size` iterations have passed since the end of the cycle, with
-        fractions.
-        """
+        """Return how many intervals of `decay_step_size` iterations have passed since the end of the cycle, a fraction
+        included: `d` of the class's formula."""
         return (self.last_batch_iteration - self.cycle.total + 1) / self.decay_step_size
 
     def _has_momentum(self) -> bool:
-        """Return whether a param group has betas; log a warning if none has."""
+        """Return whether any param group has betas, which the schedule can write; log a warning if none has."""
         found = any("betas" in group for group in self.optimizer.param_groups)
         if not found:
             logger.warning(

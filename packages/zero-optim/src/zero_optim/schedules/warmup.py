@@ -14,9 +14,8 @@ WarmupType = Literal["log", "linear"]
 
 
 class Ramp:
-    """The rise from 0 to 1 over the first `steps` iterations (at least 2); `kind`: "log" or "linear". Any other kind
-    is "log", with a warning, as in DeepSpeed. ValueError for fewer than 1 step.
-    """
+    """The rise from 0 to 1 over the first `steps` iterations (at least 2), with a shape of `kind` "log" or "linear".
+    Any other kind is taken as "log", with a warning, as in DeepSpeed. Raises ValueError for fewer than 1 step."""
 
     def __init__(self, steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):

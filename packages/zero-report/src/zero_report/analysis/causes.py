@@ -114,7 +114,7 @@ class CauseSums:
                 heapq.heapreplace(self._longest, (loss.us, -self._losses_added, loss))
 
     def result(self) -> Causes:
-        """Return the time lost in all steps so far, by cause, the largest first."""
+        """Return the time lost in all steps added so far, by cause, the largest first."""
         by_rank = [_share(*key, by, self._total, self._names[key]) for key, by in self._lost.items()]
         return Causes(
             self._steps,
@@ -130,10 +130,10 @@ class CauseSums:
 def _shares_by_kind(
     lost: dict[_Key, dict[int, float]], total: dict[int, float], names: dict[_Key, dict[str, float]]
 ) -> list[Share]:
-    """Return one share per kind of cause, over all causing ranks.
+    """Return one share per kind of cause, over all ranks that caused it.
 
-    ``lost``, ``names``: seconds by losing rank and by name, for each kind and causing rank. ``total``: seconds of the
-    steps, by rank.
+    ``lost``, ``names``: for each (kind, causing rank) the seconds by losing rank, and by what was waited for.
+    ``total``: seconds of the steps, by rank.
     """
     merged: dict[CauseKind, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     merged_names: dict[CauseKind, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -156,7 +156,8 @@ def _share(kind: CauseKind, rank: int, by: dict[int, float], total: dict[int, fl
 
 
 def _waited_for(loss: Loss) -> str:
-    """Return the name to add a loss to: for a link the unit whose message was waited for, else the cause's own name."""
+    """Return the name under which a loss is counted: for a link the unit whose message was waited for, else the name of
+    the loss's cause."""
     return loss.span.name if loss.cause.kind == "link" else loss.cause.name
 
 

@@ -1,4 +1,8 @@
-"""How a run ended: which rank failed, stopped or hung first; or that the run continues."""
+"""How a run ended: which rank failed, stopped or hung first; or that the run continues.
+
+Ranks are judged by their records: a rank that closed its record has ended, one that has not written for some seconds
+has stopped. A block has the spans of a rank's step; those under way had begun and not ended when the rank last wrote.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +82,8 @@ def describe_attempt_end(attempt: Attempt, *, over: bool = True) -> End:
 
 
 def _describe_unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
-    """Return the end for ranks that have not closed their records: stopped if one has not written for 5 s, else hanging
-    or continuing."""
+    """Return the end of an attempt that is perhaps not over, for the ranks that have not closed their records: stopped
+    if one of them has not written for 5 s, else hanging or continuing."""
     if time.time() - min(record.last_written_at() for record in unfinished) >= _ALIVE_SECONDS:
         return _describe_stopped(attempt, unfinished)
     last = min(unfinished, key=lambda record: record.steps[-1:] or [0])
@@ -91,9 +95,10 @@ def _describe_unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> 
 
 
 def _describe_stopped(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
-    """Return the end for ranks that stopped writing without closing their records: hung, killed or lost.
+    """Return the end of an attempt whose ranks ``unfinished``, at least one, stopped writing without closing their
+    records: hung, killed or lost.
 
-    ``unfinished``: these ranks, at least one; the one that wrote least recently is named, unless all stopped together.
+    The rank that wrote least recently is named, unless all stopped together.
     """
     signs = {record.rank: record.last_written_at() for record in unfinished}
     first = min(unfinished, key=lambda record: signs[record.rank])
@@ -110,9 +115,9 @@ def _describe_stopped(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End
 
 
 def _hang_sentence(attempt: Attempt, ended: Sequence[RankRecord]) -> str:
-    """Return a sentence that the last step hung before the run was ended; empty if it did not.
+    """Return a sentence that says that the last step hung before the run was ended; empty if it did not hang.
 
-    ``ended``: the ranks to examine; the one that got least far counts.
+    ``ended``: the ranks to examine, of which the one that got least far counts.
     """
     last = min(ended, key=lambda record: record.steps[-1:] or [0])
     block, usual = last.open_block(), _median_step_seconds(last)
@@ -155,11 +160,8 @@ def _waited_for_clause(attempt: Attempt) -> str:
 
 
 def _last_calls(attempt: Attempt) -> str:
-    """Return lines with the phase and collectives that each rank was in when it last wrote, and the warnings of that
-    step.
-
-    Empty if there is nothing to say.
-    """
+    """Return lines that say in which phase and collectives each rank was when it last wrote, with the warnings of that
+    step; empty if there is nothing to say."""
     found = dict.fromkeys(text for record in attempt.ranks.values() if (text := _last_call(record)))
     for record in attempt.ranks.values():
         block = record.open_block()
@@ -169,9 +171,8 @@ def _last_calls(attempt: Attempt) -> str:
 
 
 def _last_call(record: RankRecord) -> str:
-    """Return a line with the phase and the collectives that a rank was in when it last wrote; empty if it closed its
-    record or no span was under way.
-    """
+    """Return a line that says in which phase and collectives a rank was when it last wrote; empty if it closed its
+    record or no span was under way."""
     block = record.open_block()
     if record.closed or block is None or not block.under_way:
         return ""

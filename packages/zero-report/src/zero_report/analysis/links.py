@@ -1,4 +1,5 @@
-"""Achieved and peak speeds of links and drives."""
+"""Achieved and peak speeds of links and drives. A link is one kind of transfer, between ranks, to the host or to
+drives; a drive's link is named as the tier's spans, such as ``drive, shards in``."""
 
 from __future__ import annotations
 
@@ -31,17 +32,17 @@ class Link:
 
     @property
     def full_name(self) -> str:
-        """Return the name, for a drive with the folder of its files: ``drive /mnt/nvme, shards in``."""
+        """The link's name, for a drive with the folder of its files: ``drive /mnt/nvme, shards in``."""
         return self.name.replace(_DRIVE, f"drive {self.folder}, ", 1) if self.folder else self.name
 
     @property
     def rate(self) -> float:
-        """Return the bytes per second of one rank while busy."""
+        """The achieved speed: bytes per second of one rank while it had a transfer under way."""
         return self.nbytes / self.busy if self.busy else 0.0
 
     @property
     def of_peak(self) -> float:
-        """Return the rate as a fraction of the peak, 0 to 1; 0 if the peak is not known."""
+        """The rate as a fraction of the peak, 0 to 1; 0 if the peak is not known."""
         return self.rate / self.peak if self.peak else 0.0
 
 
@@ -59,10 +60,11 @@ class LinkSums:
             _add_transfers(self._links, block)
 
     def result(self, notes: Iterable[Mapping[str, Any]], folder: str) -> list[Link]:
-        """Return the links, the busiest first. ``notes``: of all ranks; ``folder``: of the drives' files, as text.
+        """Return the links of all steps added so far, the busiest first. ``notes``: those of all ranks' records;
+        ``folder``: of the drives' files, as text.
 
-        The peak is that of a note (``"note": "peak"`` with ``link`` and ``bytes_per_second``), else that of the fastest
-        rank and step.
+        A link's peak is that of a note (``"note": "peak"`` with ``link`` and ``bytes_per_second``), else the rate of
+        the fastest rank and step.
         """
         for note in notes:
             for link in self._links.values():
@@ -100,9 +102,8 @@ def link_name(kind: int, name: str) -> str:
 
 
 def is_named_by(name: str, named: str) -> bool:
-    """Return whether ``named``, the ``link`` of a note about a peak, means the link ``name``; ``drive in`` and
-    ``drive out`` mean all drives.
-    """
+    """Return whether the link ``name`` is meant by ``named``, the ``link`` of a note about a peak: the same name, or
+    ``drive in`` or ``drive out``, which mean all drives."""
     return name == named or (name.startswith(_DRIVE) and named == f"drive {name.rpartition(' ')[2]}")
 
 

@@ -41,8 +41,8 @@ _BYTES = {
 
 
 def subject_of(span: Span) -> str:
-    """Return the name of the unit, parameter or message that a span is for: the span's name, for a tier the text after
-    its colon."""
+    """Return the name of the unit, parameter or message that a span is for: the span's name or, for a tier's span,
+    `link: thing`, the text after the colon."""
     return span.name.partition(":")[2].strip() or span.name if span.kind in TIERS else span.name
 
 

@@ -1,4 +1,8 @@
-"""The verdict about a run: one sentence about where its time goes, and how it ended."""
+"""The verdict about a run: one sentence about where its time goes, and how it ended.
+
+A share is the part of the step that ranks lost by the causes of one kind. ``causes`` are those of the analysis, among
+which a rank to name is found; ``links`` are its transfers, with their speeds.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ def judge_run(run: Run, causes: Causes, links: list[Link]) -> Verdict:
 
 
 def _no_steps_sentence(run: Run) -> str:
-    """Return the verdict on a run of which no step could be analysed."""
+    """Return the sentence of the verdict on a run of which no step could be analysed: why there is none."""
     if len(run.last.first.table["first"]):
         return "The record has no spans of a whole step, so no causes of waiting."
     return "No step of this run is over yet."
@@ -153,14 +157,16 @@ def _main_rank(share: Share, causes: Causes) -> Share | None:
 
 
 def _range_text(things: list[str]) -> str:
-    """Return the first and the last of ``things``, which are sorted, as text; empty if there are none."""
+    """Return the first and the last of ``things``, which are sorted, as text; the one thing if there is only one, empty
+    if there are none."""
     if not things or things == [""]:
         return ""
     return things[0] if len(things) == 1 else f"{things[0]} to {things[-1]}"
 
 
 def _natural_key(text: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts layers.10 behind layers.9; parts between periods are compared one by one."""
+    """Return a key to sort names by, under which layers.10 comes behind layers.9: the parts between periods are
+    compared one by one, numbers by value."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in text.split(".")]
 
 

@@ -137,7 +137,7 @@ class _StepWaits:
                 self.last[key] = max(self.last.get(key, (start, rank)), (start, rank))
 
     def losses(self) -> Iterator[Loss]:
-        """Yield every wait of every rank, split by cause."""
+        """Yield the losses of all ranks in the step: every wait, split by cause."""
         for rank, rank_step in self.ranks.items():
             for item in rank_step.idle:
                 for cause, us in self._causes_of_wait(rank, item.span, item.begin, item.end, _MAX_DEPTH):

@@ -77,10 +77,10 @@ def comparison(run: Run, analysis: Analysis, other: Run, other_analysis: Analysi
 
 
 def _differences(run: Run, other: Run) -> list[list[Any]]:
-    """Return [path, value in run, value in other] of every differing setting, version and fact about the machine,
-    sorted.
+    """Return [path, value in run, value in other] for every setting, version and fact about the machine that differs
+    between the last attempts of two runs, sorted.
 
-    A value is None if it is absent. The runs' last attempts are compared.
+    A value is None if it is absent.
     """
     here = {str(row[0]): row for row in configuration_rows(run.last)}
     there = {str(row[0]): row for row in configuration_rows(other.last)}
@@ -118,5 +118,5 @@ def _analysed_figures(here: Analysis, there: Analysis) -> list[dict[str, Any]]:
 
 
 def _per_step(sums: dict[str, Any], key: str) -> float:
-    """Return a total of `figures.totals`, by its name ``key``, divided by the run's steps; 0 without steps."""
+    """Return the total ``sums[key]`` of `figures.totals` divided by the run's number of steps; 0 without steps."""
     return float(sums[key] / sums["steps"]) if sums["steps"] else 0.0

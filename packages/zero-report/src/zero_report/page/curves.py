@@ -72,13 +72,14 @@ def curves(run: Run) -> dict[str, Any]:
 
 
 class _Bins:
-    """``count`` groups of ``width`` consecutive steps each, from step ``low`` on."""
+    """The points of the curves: ``count`` bins of ``width`` consecutive steps each, from step ``low`` on."""
 
     def __init__(self, low: float, width: float, count: int) -> None:
         self._low, self._width, self._count = low, width, count
 
     def mean(self, columns: list[tuple[dict[str, Array], Array]]) -> Array:
-        """Return the mean of each bin over all rows of all tables, weighted by steps; NaN for an empty bin.
+        """Return the mean in each bin of the values of all tables, weighted by the steps of their rows; NaN for an
+        empty bin.
 
         ``columns``: pairs of a table and one value per row of it; NaN is left out.
         """
@@ -93,9 +94,10 @@ class _Bins:
             return np.asarray(total / weight)
 
     def by_rank(self, columns: list[tuple[int, dict[str, Array], Array]]) -> Array:
-        """Return the means of the bins, one row per rank, in the order in which ranks first appear.
+        """Return the mean in each bin of each rank's values: one row per rank, in the order in which ranks first
+        appear, one column per bin.
 
-        ``columns``: (rank, table, values), see `mean`; at least one.
+        ``columns``: (rank, table, values), with one value per row of the table; at least one.
         """
         ranks: dict[int, list[tuple[dict[str, Array], Array]]] = {}
         for rank, table, values in columns:
@@ -104,9 +106,10 @@ class _Bins:
 
 
 def _band(by_rank: Array) -> tuple[Array, Array, Array]:
-    """Return the mean, the lower and the upper end of the band over ranks, for each bin; NaN for an empty bin.
+    """Return (mean, lower end, upper end) of the band over ranks, each with one value per bin; NaN for an empty bin.
 
-    ``by_rank``: one row per rank. With eight ranks or more, the band leaves out the lowest and the highest 5 %.
+    ``by_rank``: one row per rank, one column per bin. With eight ranks or more, the band leaves out the lowest and the
+    highest 5 %.
     """
     ends = (5, 95) if len(by_rank) >= _BAND else (0, 100)
     known = ~np.isnan(by_rank).all(axis=0)

@@ -67,9 +67,8 @@ def page_data(run: Run, analysis: Analysis, other: tuple[Run, Analysis] | None =
 
 
 def _exact_data(value: Any) -> Any:
-    """Return ``value`` as plain data for JSON: tuples as lists, keys as text, whole floats as integers, NaN and
-    infinities as None.
-    """
+    """Return ``value`` as plain data for JSON, every number with all its digits: tuples become lists, keys text, whole
+    floats integers, NaN and infinities None."""
     if isinstance(value, dict):
         return {str(key): _exact_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -82,9 +81,8 @@ def _exact_data(value: Any) -> Any:
 
 
 def _rounded_data(value: Any) -> Any:
-    """Return ``value`` as plain data for JSON, with floats of six digits and lists for arrays; None for NaN and
-    infinities.
-    """
+    """Return ``value`` as plain data for JSON, floats rounded to six digits: arrays become lists, NaN and infinities
+    None."""
     if isinstance(value, np.ndarray):
         return [_rounded_data(item) for item in value.tolist()]
     if isinstance(value, dict):

@@ -1,4 +1,8 @@
-"""The tables of the page: totals, ranks, causes, waits, links, checkpoints, events, units, configuration."""
+"""The tables of the page: totals, ranks, causes, waits, links, checkpoints, events, units, configuration.
+
+A row is a dict or list for one row of a table. A cause is what a rank waited for, a link a kind of transfer (between
+ranks, to the host, to drives); both are from the analysis. The first rank of an attempt is `Attempt.first`.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +111,8 @@ def rank_rows(attempt: Attempt, analysis: Analysis) -> dict[str, Any]:
 
 
 def cause_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return one row per kind of cause, the largest first: its share of the step, its seconds, and texts about up to
-    three ranks that caused most of it."""
+    """Return one row per kind of cause, the largest first: its share of the step, its seconds, and texts about the
+    ranks (at most three) that caused most of it."""
     rows = []
     for share in analysis.causes.by_kind[:_CAUSES]:
         rows.append(
@@ -118,10 +122,10 @@ def cause_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _main_ranks(share: Share, analysis: Analysis) -> list[str]:
-    """Return a text for each of the three ranks (or fewer) that caused most seconds of the kind of ``share``, the most
-    first, such as "rank 3, forward: 12.5 %".
+    """Return texts about the ranks, at most three, that caused most seconds of the kind of ``share``, the most first,
+    such as "rank 3, forward: 12.5 %".
 
-    A text names what was waited for longest, and the largest share of its time that any rank lost by it.
+    A text has what was waited for longest, and the largest share of its time that any rank lost by it.
     """
     found = []
     for own in sorted(analysis.causes.of_kind(share.kind), key=lambda own: -own.seconds)[:3]:
@@ -207,8 +211,8 @@ def event_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _restart_rows(run: Run) -> list[dict[str, Any]]:
-    """Return two rows, as `event_rows` has them, for each restart: how the attempt before it ended, and at which step
-    the new one resumed.
+    """Return two rows, in the form of `event_rows`, for each restart of the run: how the attempt before it ended, and
+    at which step the new one resumed.
 
     The second is absent for an attempt that recorded no step.
     """
@@ -235,9 +239,10 @@ def _last_step(attempt: Attempt) -> int:
 
 
 def flight_rows(run: Run) -> list[dict[str, Any]]:
-    """Return one row per rank with its last collectives, from the launcher's report of a failure; none without it.
+    """Return one row per rank with its last collectives, from the launcher's report of a failure; an empty list without
+    a report.
 
-    ``waits``: the collective in which the rank waited, or None; ``last``: lines of text.
+    ``waits``: the collective in which the rank waited, or None; ``last``: its last collectives, as lines of text.
     """
     found = run.failure.get("flight") if run.failure is not None else None
     rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
@@ -248,9 +253,10 @@ def flight_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def unit_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return one row per unit, parameter or message, the most waited for first, at most 400.
+    """Return one row per unit, parameter or message, the most waited for first, at most 400 rows.
 
-    Seconds, bytes and messages are means per rank and analysed step; ``cause`` is the main cause of its waits, as text.
+    Seconds, bytes and messages are means per rank and analysed step; ``cause`` is the main cause of the waits for it,
+    as text.
     """
     scale = len(analysis.causes.steps) * analysis.causes.ranks or 1
     rows = sorted(analysis.units, key=lambda unit: -(unit.waited + 1e-6 * unit.computed))[:_UNITS]
@@ -272,9 +278,9 @@ def unit_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _main_cause(seconds: dict[str, float]) -> str:
-    """Return the main cause of a unit's waits with its share of them, as text; empty without waits.
+    """Return as text the cause by which a unit's waits lost most time, and its share of that time; empty without waits.
 
-    ``seconds``: lost by each cause in words.
+    ``seconds``: the time lost, by cause in words.
     """
     if not seconds:
         return ""
@@ -283,7 +289,8 @@ def _main_cause(seconds: dict[str, float]) -> str:
 
 
 def configuration_rows(attempt: Attempt) -> list[list[Any]]:
-    """Return [path, value, provenance, note] of every setting, as the writer gave them; missing ones are empty."""
+    """Return [path, value, provenance, note] of every setting of an attempt, as the run's writer gave them in its
+    facts; what it did not give is empty."""
     rows = attempt.facts.get("configuration", [])
     return [[*map(_plain_value, row), "", "", "", ""][:4] for row in rows if isinstance(row, list)]
 

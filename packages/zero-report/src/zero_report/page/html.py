@@ -17,7 +17,7 @@ _SCRIPTS = ("format", "theme", "data", "chart", "curves", "strip", "memory", "ra
 
 @cache
 def asset_text(name: str) -> str:
-    """Return the text of a file of this package, by its path below the package; cached."""
+    """Return the text of the file ``name``, a path below this package's folder; cached."""
     return (files("zero_report") / name).read_text(encoding="utf-8")
 
 

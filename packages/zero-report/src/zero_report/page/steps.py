@@ -1,4 +1,4 @@
-"""Data of single steps for the page: spans for the strip of ranks, and memory over the step."""
+"""Data of single steps for the page: the spans that its strip of ranks shows, and memory over the step."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def _table_html(table: PageTable) -> str:
 
 
 def _row_html(cells: Sequence[str], numeric: Sequence[bool], tag: str) -> str:
-    """Return a row of a table as HTML; ``numeric``: which columns hold numbers; ``tag``: of each cell, `th` or `td`."""
+    """Return a row of a table as HTML. ``numeric``: for each cell, whether its column holds numbers; ``tag``: the HTML
+    tag of each cell, `th` or `td`."""
     found = [
         f'<{tag} class="{"number" if number else "name"}">{escape(cell)}</{tag}>'
         for cell, number in zip(cells, numeric, strict=True)
