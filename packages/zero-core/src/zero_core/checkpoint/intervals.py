@@ -24,8 +24,8 @@ from .tiers import tier_intervals, weight_intervals
 
 
 class StateIntervals:
-    """The intervals of an engine's state that one rank writes; ``named``: the model's `named_parameters`. ``files``: those
-    of its tiers, to link to. ``exclude_frozen``: leave frozen parameters out.
+    """The intervals of an engine's state that one rank writes. ``named``: the model's `named_parameters`; ``files``:
+    those of its tiers, to link to; ``exclude_frozen``: leave frozen parameters out.
 
     ``replicated``: also write buffers and replicated parameters, which are equal on all ranks. ``every_replica``: every
     replica (copy of the sharded model) writes its own, for nodes that cannot read one another's files; else the first
