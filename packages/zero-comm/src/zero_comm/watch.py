@@ -162,7 +162,7 @@ class Watch:
                 found.clear()
             return
         self._write_heartbeat(now)
-        failed = self._failure(now)
+        failed = self._own_failure(now)
         if failed is not None and not self._has_asked and now - failed[1] >= _FAILED_FOR:
             self._give_up(f"failed: {failed[0]}; it made no further call while others waited for it")
             self._ended.set()
@@ -170,9 +170,9 @@ class Watch:
         if now - self._looked >= _TICK * self._world_size / _PEERS_PER_TICK:
             self._looked = now
             self._read_heartbeats(now)
-            self._act(now, waiting)
+            self._log_or_give_up(now, waiting)
 
-    def _failure(self, now: float) -> tuple[str, float] | None:
+    def _own_failure(self, now: float) -> tuple[str, float] | None:
         """Return (why this rank failed, since when) if a call or a backward pass of it failed and it has made no call
         since; else None.
 
@@ -237,7 +237,7 @@ class Watch:
                 if rank not in self._steady or self._steady[rank][0] != place:
                     self._steady[rank] = place, now
 
-    def _act(self, now: float, waiting: tuple[object, float, bool] | None) -> None:
+    def _log_or_give_up(self, now: float, waiting: tuple[object, float, bool] | None) -> None:
         """Give up or log, by the heartbeats that were read, as [Note: the watch] says; giving up ends the thread.
         ``waiting``: `Watched.waiting` of this rank, None if it does not wait."""
         for rank, (_, answered) in self._seen.items():
@@ -256,11 +256,11 @@ class Watch:
                 self._rank,
                 now - waiting[1],
                 waiting[0],
-                self._awaited(),
-                self._listing(),
+                self._describe_awaited(),
+                self._describe_ranks(),
             )
         if waiting is None and self._all_stuck(now):
-            reason = f"the ranks wait for one another and none continues:\n{self._listing()}\n{_ADVICE}"
+            reason = f"the ranks wait for one another and none continues:\n{self._describe_ranks()}\n{_ADVICE}"
             logger.error("%s", reason)
             self._give_up(f"left the others: {reason}")
             self._ended.set()
@@ -276,13 +276,13 @@ class Watch:
             for (_, _, stuck, _, carried), since in self._steady.values()
         )
 
-    def _awaited(self) -> str:
+    def _describe_awaited(self) -> str:
         """Return words for a log about whom this rank waits for: the ranks that do not wait themselves, as "ranks 1,
         2", or "one another" if all wait."""
         late = [str(rank) for rank, (report, _) in sorted(self._seen.items()) if report is None or not report.waits]
         return f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}" if late else "one another"
 
-    def _listing(self) -> str:
+    def _describe_ranks(self) -> str:
         """Return a text with a line for each rank: where it is, or for how long it has not answered."""
         lines = []
         for rank, (report, since) in sorted(self._seen.items()):

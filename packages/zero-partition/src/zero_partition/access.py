@@ -35,7 +35,7 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
     partition.runtime.reopen("full_param")
     if is_whole(partition, parameter):
         return parameter.detach().clone()
-    unit, index = _find(partition, parameter)
+    unit, index = _find_unit(partition, parameter)
     partition.runtime.agree("full parameter", unit.names[index], None)
     partition.finish_updates()
     partition.runtime.edits.settle_masters([unit])
@@ -56,7 +56,7 @@ def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor
     reduced first. Collective. Raises `PartitionError` for a parameter that no unit holds.
     """
     partition.runtime.reopen("full_grad")
-    unit, index = _find(partition, parameter)
+    unit, index = _find_unit(partition, parameter)
     partition.runtime.held_gradients.flush()
     gradients = partition.runtime.gradients.get(unit.index)
     touched = partition.runtime.agree(
@@ -77,7 +77,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     its states with a value per element.
     """
     partition.runtime.reopen("full_state")
-    unit, index = _find(partition, parameter)
+    unit, index = _find_unit(partition, parameter)
     if not unit.plan.trainable:
         raise PartitionError(f"parameter '{unit.names[index]}' is not trained and has no optimizer state")
     if unit.states is not None:
@@ -87,7 +87,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
         partition.finish_updates()
         zeros = torch.zeros(unit.layout.entries[index].shape, device=partition.device)
         return _gather_full_from_tier(partition, unit, unit.states, index, key, zeros)
-    held = _held(optimizer, unit, index)
+    held = _owned_fragments(optimizer, unit, index)
     pieces = [(o, state) for o in held if (state := _elementwise_state(optimizer, o, key)) is not None]
     entry = unit.layout.entries[index]
     has_full = any(o.fragment.length == entry.numel for o, _ in pieces)
@@ -122,19 +122,19 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
         set_whole(partition, parameter, value)
         partition.runtime.weight_passes.end("set_full_param has changed weights")
         return
-    unit, index = _find(partition, parameter)
+    unit, index = _find_unit(partition, parameter)
     flat = _broadcast_value(partition, unit, index, "parameter", value)
     partition.readers.wait()
     with torch.no_grad(), partition.runtime.writing("set_full_param", weights=True):
         checksums = unit.edits.checksums
         if unit.master is not None:
-            _write(partition, unit, index, unit.master, flat)
+            _write_full_values(partition, unit, index, unit.master, flat)
         elif unit.states is not None:
             _write_to_tier(partition, unit, unit.states, index, "master", flat)
-        _write(partition, unit, index, unit.borrow_shard(), flat)
+        _write_full_values(partition, unit, index, unit.borrow_shard(), flat)
         unit.give_back_shard()
         if unit.state is UnitState.GATHERED:
-            _write(partition, unit, index, unit.flat, flat)
+            _write_full_values(partition, unit, index, unit.flat, flat)
             if checksums is not None:  # which `gathered` has taken
                 unit.edits.renew_checksum(checksums, index, unit.views)
 
@@ -148,14 +148,14 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
     its unit since the last step, and for a parameter that no unit holds.
     """
     partition.runtime.reopen("set_full_grad")
-    unit, index = _find(partition, parameter)
+    unit, index = _find_unit(partition, parameter)
     partition.runtime.held_gradients.flush()
     gradients = partition.runtime.gradients.get(unit.index)
     if gradients is None or not gradients.is_reduced:
         raise PartitionError(f"parameter '{unit.names[index]}' has no gradient to replace; run backward first")
     flat = _broadcast_value(partition, unit, index, "gradient", value)
     with gradients.averaged(dirty=True) as averaged:
-        _write(partition, unit, index, averaged, flat)
+        _write_full_values(partition, unit, index, averaged, flat)
     gradients.touched[index] = True
     partition.runtime.user_gradients.refresh()
 
@@ -170,7 +170,7 @@ def set_full_state(
     the optimizer has no such state yet, and for a parameter that is not trained.
     """
     partition.runtime.reopen("set_full_state")
-    unit, index = _find(partition, parameter)
+    unit, index = _find_unit(partition, parameter)
     missing = _why_no_state(partition, optimizer, unit, index, key)
     flat = _broadcast_value(partition, unit, index, f"state '{key}'", value, missing)
     partition.readers.wait()
@@ -178,7 +178,7 @@ def set_full_state(
         if unit.states is not None:
             _write_to_tier(partition, unit, unit.states, index, key, flat)
             return
-        for owned in _held(optimizer, unit, index):
+        for owned in _owned_fragments(optimizer, unit, index):
             state = _elementwise_state(optimizer, owned, key)
             if state is not None:
                 start = owned.fragment.param_offset
@@ -195,12 +195,12 @@ def _why_no_state(partition: Partition, optimizer: ShardedOptimizer, unit: Unit,
         here = unit.layout.fragment_of(unit.layout.entries[index], partition.rank) is not None
         if here and key not in unit.states.kinds(name):
             return f"parameter '{name}' has no optimizer state '{key}'"
-    elif any(_elementwise_state(optimizer, owned, key) is None for owned in _held(optimizer, unit, index)):
+    elif any(_elementwise_state(optimizer, owned, key) is None for owned in _owned_fragments(optimizer, unit, index)):
         return f"parameter '{name}' has no optimizer state '{key}' yet; take a step first"
     return None
 
 
-def _held(optimizer: ShardedOptimizer, unit: Unit, index: int) -> list[OwnedFragment]:
+def _owned_fragments(optimizer: ShardedOptimizer, unit: Unit, index: int) -> list[OwnedFragment]:
     """Return the fragments of parameter ``index`` of ``unit`` that this rank's ``optimizer`` updates."""
     return [owned for owned in optimizer.fragments if owned.unit is unit and owned.number == index]
 
@@ -216,7 +216,7 @@ def _gather_full_from_tier(
     entry = unit.layout.entries[index]
     wide = torch.promote_types(unit.plan.dtype, torch.float32)
     values = torch.zeros(unit.layout.shard_numel, dtype=wide, device=partition.device)
-    _write(partition, unit, index, values, default.flatten().to(wide))
+    _write_full_values(partition, unit, index, values, default.flatten().to(wide))
     if (fragment := unit.layout.fragment_of(entry, partition.rank)) is not None:
         for _, kept in states.states([entry.name], decoded=True):
             if kind in kept:
@@ -275,7 +275,7 @@ def _broadcast_value(
     return flat
 
 
-def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, flat: torch.Tensor) -> None:
+def _write_full_values(partition: Partition, unit: Unit, index: int, target: torch.Tensor, flat: torch.Tensor) -> None:
     """Write ``flat``, the full values of parameter ``index`` of ``unit`` (1-D), to their place in ``target``: a 1-D
     tensor as large as the unit's flat buffer, or as this rank's shard, which gets only its fragment."""
     entry = unit.layout.entries[index]
@@ -287,7 +287,7 @@ def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, f
         target[fragment.shard_offset : fragment.shard_offset + fragment.length].copy_(part)
 
 
-def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
+def _find_unit(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
     """Return the unit that holds ``parameter``, and its index there. Raises `PartitionError`, saying why, if no unit
     holds it."""
     found = partition.find(parameter)

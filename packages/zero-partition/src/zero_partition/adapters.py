@@ -53,7 +53,7 @@ def base_weights(model: nn.Module) -> list[NamedWeight]:
     """
     base = _base_of(model)
     found: dict[int, NamedWeight] = {}
-    for weight in _walk(base, "", ()):
+    for weight in _walk_weights(base, "", ()):
         first = found.setdefault(id(weight.parameter), weight)
         if first.owner is not weight.owner and (first.layers or weight.layers):
             raise PartitionError(
@@ -124,7 +124,7 @@ def adapter_state(model: nn.Module) -> list[Any]:
     """Return, as plain data, [module name, names of its active adapters, names of its merged adapters] for each module
     of ``model`` that PEFT has put around another."""
     return [
-        [name, _active(module), list(getattr(module, "merged_adapters", ()))]
+        [name, _active_adapters(module), list(getattr(module, "merged_adapters", ()))]
         for name, module in model.named_modules()
         if _is_adapted(module) or "original_module" in module._modules
     ]
@@ -141,7 +141,7 @@ def plain_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if key not in module._non_persistent_buffers_set:
-                yield _join(name, key), buffer
+                yield _join_name(name, key), buffer
 
 
 def _base_of(model: Any) -> nn.Module:
@@ -151,7 +151,7 @@ def _base_of(model: Any) -> nn.Module:
     return found
 
 
-def _walk(module: Any, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeight]:
+def _walk_weights(module: Any, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeight]:
     """Yield the weights of ``module``, which is called ``name`` in the base model, and of its submodules there.
 
     ``layers``: PEFT's layers around ``module`` whose adapters are to be merged, inner ones first. Raises
@@ -159,17 +159,17 @@ def _walk(module: Any, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeig
     """
     if _is_adapted(module):
         inner = module.get_base_layer()
-        active = [one for one in _active(module) if one not in module.merged_adapters]
+        active = [one for one in _active_adapters(module) if one not in module.merged_adapters]
         around = (module, *layers) if active else layers
-        yield from _walk(module.base_layer, name, around)
+        yield from _walk_weights(module.base_layer, name, around)
         if around and not hasattr(module, "parameter_name") and any(map(_is_adapted, inner.modules())):
             raise PartitionError(f"'{name}': a layer with adapters inside another one; use merge_adapters=False")
         return
     for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         mine = tuple(one for one in layers if getattr(one, "parameter_name", key) == key)
-        yield NamedWeight(_join(name, key), parameter, module, key, mine)
-    for key, child in _children(module, name):
-        yield from _walk(child, key, ())
+        yield NamedWeight(_join_name(name, key), parameter, module, key, mine)
+    for key, child in _base_children(module, name):
+        yield from _walk_weights(child, key, ())
 
 
 def _walk_buffers(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -180,25 +180,25 @@ def _walk_buffers(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if key not in module._non_persistent_buffers_set:
-            yield _join(name, key), buffer
-    for key, child in _children(module, name):
+            yield _join_name(name, key), buffer
+    for key, child in _base_children(module, name):
         yield from _walk_buffers(child, key)
 
 
-def _children(module: Any, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _base_children(module: Any, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name in the base model, submodule) of ``module``, which is called ``name`` there, without adapters. Where
     PEFT trains a copy of a module, only the one in use, under the module's name."""
     held: Any = module._modules
     if "original_module" in held and "token_adapter" in held:
         yield name, held["token_adapter"]
     elif "original_module" in held and "modules_to_save" in held:
-        active = [one for one in held["modules_to_save"] if one in _active(module)]
+        active = [one for one in held["modules_to_save"] if one in _active_adapters(module)]
         yield name, held["modules_to_save"][active[0]] if active else held["original_module"]
     else:
-        yield from ((_join(name, key), child) for key, child in held.items() if child is not None)
+        yield from ((_join_name(name, key), child) for key, child in held.items() if child is not None)
 
 
-def _active(module: Any) -> list[str]:
+def _active_adapters(module: Any) -> list[str]:
     """Return the names of the adapters of PEFT's layer ``module`` that forward uses now; empty while they are switched
     off."""
     return [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
@@ -209,7 +209,7 @@ def _is_adapted(module: Any) -> bool:
     return "base_layer" in module._modules and hasattr(module, "adapter_layer_names") and hasattr(module, "merge")
 
 
-def _join(name: str, key: str) -> str:
+def _join_name(name: str, key: str) -> str:
     """Return the name of attribute ``key`` of the module called ``name``, as in `named_parameters`: "name.key", or
     "key" for the model itself."""
     return f"{name}.{key}" if name else key

@@ -34,7 +34,7 @@ def checksums(views: Sequence[torch.Tensor]) -> Checksums:
     found: list[torch.Tensor] = []
     for view in views:
         total = torch.zeros((), dtype=torch.int64, device=view.device)
-        for words in _words(view.detach().reshape(-1)):
+        for words in _as_integers(view.detach().reshape(-1)):
             for chunk in torch.split(words, size):
                 here = product[: chunk.numel()]
                 total = total * _ODD + torch.mul(chunk, weights[: chunk.numel()], out=here).sum()
@@ -59,7 +59,7 @@ def differing(pairs: Sequence[tuple[Checksums, Checksums]]) -> list[list[int]]:
     return found
 
 
-def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+def _as_integers(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements of the 1-D ``flat`` as int64 tensors: views with several elements in each integer where they
     are aligned to 8 bytes, else copies with one element in each."""
     size = flat.element_size()

@@ -115,9 +115,9 @@ class FragmentStates(_Entries):
 
 
 class WatchedFragmentStates(FragmentStates):
-    """A `FragmentStates` between `watch` and `unwatch`: before the first read of any kind, also of its length, it calls
-    the function that was given to `watch`. Every method then does what that of `FragmentStates` does, and raises as
-    that does."""
+    """A `FragmentStates` between `watch` and `unwatch`: before the first read of any kind, also of its length, it
+    reports the read, that is, it calls the function that was given to `watch`. Every method then does what that of
+    `FragmentStates` does, and raises as that does."""
 
     def __contains__(self, key: object) -> bool:
         """Report the read if it is the first, and return whether the fragment ``key`` has a state."""

@@ -52,7 +52,8 @@ class GradientWatch:
         self._alone_parameters = list(alone.values())
         self._watched: list[UnitGradients] = []
         self._parameters: dict[bool, list[nn.Parameter]] = {
-            shown: [p for g in self._hidden(shown=shown) for p in g.unit.parameters] for shown in (False, True)
+            shown: [p for g in self._unshown_gradients(shown=shown) for p in g.unit.parameters]
+            for shown in (False, True)
         }
         self._begun = self._shown = False
 
@@ -62,7 +63,7 @@ class GradientWatch:
         ``shown``: averaged gradients are shown in ``.grad`` where they can be (stage 0); these are not watched.
         """
         self._begun, self._shown = True, shown
-        self._watched = self._hidden(shown=shown)
+        self._watched = self._unshown_gradients(shown=shown)
         self._exchange_classes(_watching_class)
 
     def end(self) -> None:
@@ -103,7 +104,7 @@ class GradientWatch:
         module = str(frame.f_globals.get("__name__"))
         if module == _CLIPPING:
             raise PartitionError(
-                f"torch.nn.utils.clip_grad_* found no gradient of parameter '{self._name(parameter)}': from stage 1 "
+                f"torch.nn.utils.clip_grad_* found no gradient of parameter '{self._name_of(parameter)}': from stage 1 "
                 "on, and inside an accumulation, the engine holds them, so nothing would be clipped. Call "
                 'engine.clip_grad_norm_(max_norm) instead, or set "gradient_clipping" in the configuration.'
             )
@@ -112,7 +113,7 @@ class GradientWatch:
             return
         if not module.startswith(_QUIET) or module.startswith(_ACTING) or _is_unreplaced_zero_grad(frame):
             raise PartitionError(
-                f"p.grad of parameter '{self._name(parameter)}' was read in {module}.{frame.f_code.co_name} and is "
+                f"p.grad of parameter '{self._name_of(parameter)}' was read in {module}.{frame.f_code.co_name} and is "
                 "not there: from stage 1 on, and inside an accumulation, the engine holds the gradients, averaged and "
                 "sharded. Code that continues without them would change nothing. Read engine.full_grad(p), write "
                 "engine.set_full_grad(p, value) or p.grad = value, clip with engine.clip_grad_norm_, step with "
@@ -139,12 +140,12 @@ class GradientWatch:
         if self._alone_parameters:
             exchange_classes(self._alone_parameters, other)
 
-    def _hidden(self, *, shown: bool) -> list[UnitGradients]:
+    def _unshown_gradients(self, *, shown: bool) -> list[UnitGradients]:
         """Return the gradients of the units whose averages ``.grad`` does not show. ``shown``: averages are shown where
         they can be (stage 0)."""
         return [g for g in self._gradients if not (shown and g.is_shown)]
 
-    def _name(self, parameter: nn.Parameter) -> str:
+    def _name_of(self, parameter: nn.Parameter) -> str:
         """Return the full name of ``parameter``, one of a trained unit's."""
         gradients, number = self._held[id(parameter)]
         return gradients.unit.names[number]

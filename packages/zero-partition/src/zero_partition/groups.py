@@ -65,22 +65,22 @@ def check_groups(optimizer: Optimizer, expected: Sequence[Sequence[ListedParamet
     """Raise `PartitionError` unless each of the optimizer's param groups holds the ``expected`` tensors in their order;
     the error names what was moved, removed or added. ``expected``: by group, its parameters."""
     groups = optimizer.param_groups
-    if len(groups) == len(expected) and all(map(_holds, groups, expected)):
+    if len(groups) == len(expected) and all(map(_holds_tensors, groups, expected)):
         return
     raise PartitionError(
-        f"optimizer.param_groups was changed after initialize: {_change(groups, expected)}. Gradients and states are "
-        "kept by these places. Put it back and change hyperparameters instead, or give the parameter a group of its "
-        f"own before initialize. {STEP_DROPPED}"
+        f"optimizer.param_groups was changed after initialize: {_describe_change(groups, expected)}. Gradients and "
+        "states are kept by these places. Put it back and change hyperparameters instead, or give the parameter a group "
+        f"of its own before initialize. {STEP_DROPPED}"
     )
 
 
-def _holds(group: Mapping[str, Any], expected: Sequence[ListedParameter]) -> bool:
+def _holds_tensors(group: Mapping[str, Any], expected: Sequence[ListedParameter]) -> bool:
     """Return whether the param group ``group`` holds the tensors of the ``expected`` parameters, in their order."""
     held = group["params"]
     return len(held) == len(expected) and all(map(operator.is_, held, map(_TENSOR, expected)))
 
 
-def _change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[ListedParameter]]) -> str:
+def _describe_change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[ListedParameter]]) -> str:
     """Return, in words for an error, the first difference between the param ``groups`` and what they should hold, which
     must exist. ``expected``: by group, its parameters."""
     homes = {id(p.tensor): (number, p.name) for number, listed in enumerate(expected) for p in listed}
@@ -102,7 +102,7 @@ def _change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[Lis
     if len(groups) != len(expected):
         return f"there are {len(groups)} groups, expected {len(expected)}"
     number = next(
-        n for n, (group, listed) in enumerate(zip(groups, expected, strict=True)) if not _holds(group, listed)
+        n for n, (group, listed) in enumerate(zip(groups, expected, strict=True)) if not _holds_tensors(group, listed)
     )
     return f"the parameters of param_groups[{number}] are in another order"
 

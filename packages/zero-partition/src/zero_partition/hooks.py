@@ -50,8 +50,8 @@ class PassListener(Protocol):
         """
 
     def caller_done(self, name: str, units: Sequence[Unit], /) -> None:
-        """Release those of ``units`` whose modules have all run; submodules of the module called ``name`` returned
-        their parameters. Called after `exit_module` of that module."""
+        """Release those of ``units`` whose modules have all run. Called after `exit_module` of the module called
+        ``name``, for the units whose parameters its submodules have returned to it."""
 
     def before_backward(self, units: Sequence[Unit], /) -> None:
         """Gather ``units``, whose parameters backward is about to read. Called when a gradient has reached an output of

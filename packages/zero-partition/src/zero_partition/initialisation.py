@@ -189,7 +189,7 @@ class Init:
     def _shard_records(self, records: Sequence[ShardedParameter]) -> None:
         """Reshard those of ``records`` that are full, with rank 0's values where ranks differ, and then the parameters
         that requests of single ranks have gathered. Collective."""
-        while full := [record for record in self._full(records) if record.number not in self._alone]:
+        while full := [record for record in self._full_unpinned(records) if record.number not in self._alone]:
             facts = [_facts(full)] if self._is_only_rank else self._meetings.meet(SHARD, full, _facts(full))
             if facts is not None:
                 self._reshard(full, facts)
@@ -218,7 +218,7 @@ class Init:
             else:
                 record.reshard()
 
-    def _full(self, records: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+    def _full_unpinned(self, records: Sequence[ShardedParameter]) -> list[ShardedParameter]:
         """Return those of ``records`` whose parameters are full and not gathered by the user, each once, in order of
         creation, which is the same on all ranks."""
         full = {record.number: record for record in records if record.is_full and not record.pinned}
@@ -232,7 +232,7 @@ class Init:
             if absent := [record for record in records if not record.is_full]:
                 if self._is_only_rank or self._meetings.meet(USE, absent) is not None:
                     self._gather(absent)
-            elif oldest := self._full(self._oldest_above_bound(records)):
+            elif oldest := self._full_unpinned(self._oldest_above_bound(records)):
                 facts = [_facts(oldest)] if self._is_only_rank else self._meetings.meet(EVICT, oldest, _facts(oldest))
                 if facts is not None:
                     self._reshard(oldest, facts)
@@ -278,7 +278,7 @@ class Init:
     def _reshard_used_alone(self) -> None:
         """Reshard the parameters that a request of a single rank has gathered, with rank 0's values. Collective: all
         ranks call it at the same point."""
-        alone = self._full(list(self._alone.values()))
+        alone = self._full_unpinned(list(self._alone.values()))
         if alone:
             self._reshard(alone, self._meetings.exchange(SHARD, _facts(alone)))
 

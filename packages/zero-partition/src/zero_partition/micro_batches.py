@@ -30,7 +30,7 @@ def agreed_micro_batches(
     is inside an accumulation already.
     """
     if begun == 0:
-        found, refused = _take(batches, count)
+        found, refused = _take_micro_batches(batches, count)
     else:
         counted = f"{begun} micro-batches are counted: end it by engine.step"
         how = "its boundary was set by hand" if begun is None else counted
@@ -41,7 +41,7 @@ def agreed_micro_batches(
     return found
 
 
-def _take(batches: Iterable[Any], count: int) -> tuple[list[Any], str | None]:
+def _take_micro_batches(batches: Iterable[Any], count: int) -> tuple[list[Any], str | None]:
     """Return (``count`` micro-batches of ``batches``, None), or ([], why they cannot be taken, in words)."""
     expected = f"expected gradient_accumulation_steps = {count} micro-batches"
     advice = "Of a loader give iter(loader), the same one in each step"

@@ -56,7 +56,7 @@ def share_buffers(
         together = [buffers[number] for number in numbers]
         kept = any(name in kept_fp32 for buffer in together for name in buffer.places)
         dtypes = _kept_dtypes(together) if kept else [_buffer_dtype(buffer.tensor, policy) for buffer in together]
-        moved.update(zip(numbers, _moved(together, device, dtypes), strict=True))
+        moved.update(zip(numbers, _move_together(together, device, dtypes), strict=True))
         tied.update(numbers if len(numbers) > 1 else ())
     for number, buffer in enumerate(buffers):
         present = moved[number]
@@ -105,7 +105,7 @@ def _buffers(model: nn.Module) -> list[_RegisteredBuffer]:
     return list(found.values())
 
 
-def _moved(
+def _move_together(
     buffers: Sequence[_RegisteredBuffer], device: torch.device, dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
     """Return the tensors of ``buffers`` on ``device`` in ``dtypes`` (one each), in their order.

@@ -211,8 +211,8 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) ->
         together = _two_steps(optimizer, group, [first, second])
         apart = [*whole, *_two_steps(optimizer, group, [second])]
     except Exception as error:
-        raise _failed(optimizer, "matrices of 6 x 4", error) from error
-    if not _equal(together, apart):
+        raise _probe_error(optimizer, "matrices of 6 x 4", error) from error
+    if not _nearly_equal(together, apart):
         return Need.MODEL
     if not _is_declared(type(optimizer)):
         return Need.PARAMETERS
@@ -222,7 +222,7 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) ->
     except Exception as error:
         _check_that_matrices_run(optimizer, group, fragments, error)
         return Need.PARAMETERS
-    return Need.ELEMENTS if _equal(split, whole) else Need.PARAMETERS
+    return Need.ELEMENTS if _nearly_equal(split, whole) else Need.PARAMETERS
 
 
 def _check_that_matrices_run(
@@ -236,7 +236,7 @@ def _check_that_matrices_run(
     try:
         _two_steps(optimizer, group, [fragment.view(-1, 3) for fragment in fragments])
     except Exception as error:
-        raise _failed(optimizer, "two tensors of 9 and 15 elements, also as matrices", failure) from error
+        raise _probe_error(optimizer, "two tensors of 9 and 15 elements, also as matrices", failure) from error
 
 
 def _refuse_wrapper(optimizer: Optimizer) -> None:
@@ -266,7 +266,7 @@ def _requires_closure(optimizer: Optimizer) -> bool:
     return False
 
 
-def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
+def _probe_error(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
     """Return the error for a probe of ``optimizer`` that failed with ``error``. ``on``: describes the probe's
     tensors."""
     return PartitionError(
@@ -307,7 +307,7 @@ def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
-def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+def _nearly_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     """Return whether the tensors of ``left``, one after the other, equal those of ``right`` up to rounding; all are
     1-D."""
     return bool(torch.allclose(torch.cat(left), torch.cat(right), rtol=1e-6, atol=1e-7))

@@ -252,7 +252,7 @@ class OptimizerStates:
             )
         self._check_fragments(state_dict.get(_FRAGMENTS))
         numbered = list(zip(chain.from_iterable(saved), chain.from_iterable(self._listed), strict=True))
-        if all(_fits(parameter, states.get(number, {})) for number, parameter in numbered):
+        if all(_fits_fragment(parameter, states.get(number, {})) for number, parameter in numbered):
             self._refuse_left_out(states)
             return None
         sharded = {
@@ -276,7 +276,7 @@ class OptimizerStates:
         name = next(name for name in (*here, *saved) if here.get(name) != saved.get(name))
         raise PartitionError(
             f"optimizer.load_state_dict: the states are of other fragments than this rank's: of '{name}' it updates "
-            f"{_described(here.get(name))}, the state dict has {_described(saved.get(name))}. At stages 1 to 3 "
+            f"{_describe_range(here.get(name))}, the state dict has {_describe_range(saved.get(name))}. At stages 1 to 3 "
             "optimizer.state_dict() is of one rank: load it on the rank that saved it, or use engine.save_checkpoint "
             "and engine.load_checkpoint, which load at any number of ranks and stage. Nothing was changed."
         )
@@ -353,13 +353,13 @@ def _plain_state(state: Any) -> Any:
     return tree_map(plain, state) if any(isinstance(leaf, GuardedTensor) for leaf in tree_leaves(state)) else state
 
 
-def _described(elements: list[int] | None) -> str:
+def _describe_range(elements: list[int] | None) -> str:
     """Return words, for an error, about the range ``elements`` = [first element, end): "elements 0 to 7"; "nothing" for
     None."""
     return "nothing" if elements is None else f"elements {elements[0]} to {elements[1] - 1}"
 
 
-def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
+def _fits_fragment(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
     """Return whether the tensors in ``state``, except 0-D ones, have the shape of this rank's fragment of
     ``parameter``.
 
