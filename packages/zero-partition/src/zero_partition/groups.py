@@ -69,8 +69,8 @@ def check_groups(optimizer: Optimizer, expected: Sequence[Sequence[ListedParamet
         return
     raise PartitionError(
         f"optimizer.param_groups was changed after initialize: {_describe_change(groups, expected)}. Gradients and "
-        "states are kept by these places. Put it back and change hyperparameters instead, or give the parameter a group "
-        f"of its own before initialize. {STEP_DROPPED}"
+        "states are kept by these places. Put it back and change hyperparameters instead, or give the parameter a "
+        f"group of its own before initialize. {STEP_DROPPED}"
     )
 
 

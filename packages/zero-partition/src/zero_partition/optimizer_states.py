@@ -276,8 +276,8 @@ class OptimizerStates:
         name = next(name for name in (*here, *saved) if here.get(name) != saved.get(name))
         raise PartitionError(
             f"optimizer.load_state_dict: the states are of other fragments than this rank's: of '{name}' it updates "
-            f"{_describe_range(here.get(name))}, the state dict has {_describe_range(saved.get(name))}. At stages 1 to 3 "
-            "optimizer.state_dict() is of one rank: load it on the rank that saved it, or use engine.save_checkpoint "
+            f"{_describe_range(here.get(name))}, the state dict has {_describe_range(saved.get(name))}. At stages 1 to "
+            "3 optimizer.state_dict() is of one rank: load it on the rank that saved it, or use engine.save_checkpoint "
             "and engine.load_checkpoint, which load at any number of ranks and stage. Nothing was changed."
         )
 
