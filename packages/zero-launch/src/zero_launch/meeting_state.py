@@ -21,7 +21,7 @@ of [node, number]), `waiting` and `redundant` (lists of nodes). A node is [place
 def to_plain(pickled: bytes) -> State:
     """Return torch's rendezvous state as plain data.
 
-    ``pickled``: by torch's handler in this process, just now; nothing else may be passed.
+    ``pickled``: the state as torch's handler has just pickled it in this process; nothing else may be passed.
     """
     state = pickle.loads(pickled)
     return {

@@ -49,8 +49,8 @@ _HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SI
 
 
 class _Recorder(importlib.abc.MetaPathFinder):
-    """Records into the file ``path`` which modules that can be imported ahead are imported, and how the environment
-    differs then from ``before``, that at the rank's start."""
+    """Records into the file ``path`` which of the modules that a standby may import ahead a rank imports, and how the
+    environment then differs from ``before``, the environment at the rank's start."""
 
     def __init__(self, path: Path, before: Mapping[str, str]) -> None:
         self._path, self._before = path, before
