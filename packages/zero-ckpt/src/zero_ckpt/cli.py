@@ -232,8 +232,10 @@ def _data_nbytes(checkpoint: Path) -> int:
 
 
 def _repair(options: argparse.Namespace) -> int:
-    """Repair the root in the parsed `options`, or with `--dry-run` only look. Prints what was done and returns the exit
-    status 0. Raises as `repair` does.
+    """Repair the root that `options` names, or with `--dry-run` only find what to repair. Prints what was done and
+    returns the exit status 0.
+
+    Raises NotFoundError when the root holds no checkpoint, and CheckpointError when it stays locked for ten minutes.
     """
     from .repairing import repair
     from .verifying import checkpoints_in
@@ -273,8 +275,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    """Remove old checkpoints of the root in the parsed `options`, or with `--dry-run` none. Prints their paths and
-    returns the exit status 0. Raises as `require_root` and `prune` do.
+    """Remove old checkpoints of the root that `options` names, or with `--dry-run` none. Prints the paths and returns
+    the exit status 0.
+
+    Raises NotFoundError when the root holds no checkpoint, DamagedError when its `latest` cannot be read, and
+    CheckpointError when it stays locked for ten minutes.
     """
     from .repairing import require_root
     from .retention import prune

@@ -100,7 +100,8 @@ class ForeignCheckpoint(Checkpoint):
             self._source.read_into(*self._places[place], offset, view)
 
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
-        """Fill the buffers of many requests as `read_into` does, `threads` at a time. Raises as `read_into` does."""
+        """Fill the buffers of many requests as `read_into` does, `threads` at a time, with its errors; `verify` has no
+        effect."""
         with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="zero-ckpt-read") as pool:
             futures = [
                 pool.submit(self.read_into, request.name, request.kind, request.offset, request.out)
@@ -163,7 +164,7 @@ def _refuse_links(directory: Path) -> None:
 
 def _open_segments(folder: Folder) -> SegmentSource:
     """Open the directory `folder` of DeepSpeed and return its tensors as a source, whose reads go through `folder`.
-    Raises as `open_source` does."""
+    Raises DamagedError for a missing or damaged file, and CheckpointError for one that is not read."""
     source = open_foreign(folder.path)
     if not isinstance(source, SegmentSource):
         raise CheckpointError(f"{folder.path} is no checkpoint of DeepSpeed")

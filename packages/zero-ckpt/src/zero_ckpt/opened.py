@@ -111,7 +111,7 @@ class Folder:
 
     def give_own_copy(self, relative: str) -> None:
         """Replace a file of the directory by a copy of it, atomically and durably. Then its former hard links no longer
-        share its content, and it may be changed. Raises OSError."""
+        share its content, and it may be changed. Raises OSError when it cannot be copied."""
         with self._parent(relative) as (folder, name):
             source = open_regular(name, os.O_RDONLY, folder)
             copy = f".saving-{name}.{os.urandom(6).hex()}"

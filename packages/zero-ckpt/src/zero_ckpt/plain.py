@@ -37,10 +37,11 @@ def to_plain(value: Any, path: str, *, max_items: int | None = None) -> Any:
 
 
 def _copy(value: Any, path: str, depth: int, items: Iterator[int] | None) -> Any:
-    """Return a copy of `value` as plain data. Raises NotPlainDataError.
+    """Return a copy of `value` as plain data. Raises NotPlainDataError for what is not plain data, nesting of more than
+    100 levels, or too many items.
 
-    `path` names it in errors, `depth` is the number of lists and dicts around it, and `items` yields once per item that
-    is still allowed; None for no limit.
+    `path` names the value in errors, `depth` is the number of lists and dicts around it, and `items` yields once per
+    item that is still allowed; None for no limit.
     """
     kind = type(value)
     if kind is str:

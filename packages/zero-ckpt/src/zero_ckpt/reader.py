@@ -136,12 +136,13 @@ class Checkpoint:
         """Return the flat elements at which a tensor's slices begin, ascending; reads that begin and end there touch
         each byte once.
 
-        `name` may be an alias. Raises NotFoundError.
+        `name` may be an alias. Raises NotFoundError when there is no such tensor.
         """
         return [piece.offset for piece in self.entry(name, kind).slices]
 
     def entry(self, name: str, kind: str) -> TensorEntry:
-        """Return the manifest's entry of a tensor; `name` may be an alias. Raises NotFoundError."""
+        """Return the manifest's entry of tensor (`name`, `kind`); `name` may be an alias. Raises NotFoundError when
+        there is no such tensor."""
         found = self._tensors.get((name, kind)) or self._tensors.get((self.aliases.get(name, name), kind))
         if found is None:
             raise NotFoundError(f"{self.path} has no tensor {name!r} of kind {kind!r}")
@@ -313,7 +314,7 @@ class Checkpoint:
 
     def _header(self, index: int) -> dict[str, HeaderEntry]:
         """Return the header's entries of file number `index` of the manifest, by key. It is read at the first call and
-        kept. Raises DamagedError."""
+        kept. Raises DamagedError when it cannot be read or is not valid."""
         with self._lock:
             if index not in self._headers:
                 entry = self._manifest.files[index]

@@ -78,7 +78,7 @@ class PartialFile:
 
 
 def write_at(fd: int, data: bytes | memoryview, position: int) -> None:
-    """Write all of `data` at a byte position of an open file. Raises OSError."""
+    """Write all of `data` at byte `position` of the open file `fd`. Raises OSError when it cannot be written."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, position)

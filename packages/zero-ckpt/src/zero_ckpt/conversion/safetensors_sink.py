@@ -210,7 +210,8 @@ class _Chunk:
 
 
 def _chunks(source: Source, tensors: list[ModelTensor], position: int) -> Iterator[_Chunk]:
-    """Yield every chunk to copy, in the order of the file, whose data begins at byte `position`."""
+    """Yield all chunks of `tensors`, to be copied in this order. The tensors lie in the output file one after the other
+    from byte `position` on."""
     for tensor in tensors:
         size = ITEMSIZE[tensor.dtype]
         for offset, length in pieces(source, tensor.name, tensor.kind, tensor.numel, ITEMSIZE[tensor.stored]):
@@ -219,7 +220,7 @@ def _chunks(source: Source, tensors: list[ModelTensor], position: int) -> Iterat
 
 
 def _copy(source: Source, chunk: _Chunk, file: PartialFile) -> None:
-    """Read a chunk from `source`, convert its dtype, and write it to its place in the file."""
+    """Read a chunk from `source`, convert its dtype, and write it to its position in the output file."""
     tensor = chunk.tensor
     raw = bytearray(chunk.length * ITEMSIZE[tensor.stored])
     source.read_into(tensor.name, tensor.kind, chunk.offset, raw)

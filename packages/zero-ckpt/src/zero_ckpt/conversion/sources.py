@@ -208,8 +208,8 @@ def _open_by_file_names(path: Path) -> Source:
 
 
 def _files_in_index(index: Path) -> list[Path]:
-    """Return the files that a `model.safetensors.index.json` names, which lie beside it, sorted. Raises
-    DamagedError."""
+    """Return the files that `index`, a `model.safetensors.index.json`, names, as sorted paths beside it; whether they
+    exist is not checked. Raises DamagedError when the index is not valid or names files in other directories."""
     try:
         names = sorted(set(json.loads(read_text(index, _MAX_INDEX_BYTES))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

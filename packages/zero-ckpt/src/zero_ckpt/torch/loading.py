@@ -182,8 +182,12 @@ class _Load:
         self._report.not_requested += sorted(skipped - {STATE_KIND})
 
     def _load_remaining(self, key: str) -> None:
-        """Load what of the value under `key` of the state was not requested: all of it, except that of a module only
-        the part of its state that is no tensor, and of an optimizer nothing. Raises as `_load_value` does."""
+        """Load the value under `key` of the state after the requested tensors were read: of a module the part of its
+        state that is no tensor, of an optimizer nothing, anything else in full.
+
+        Raises MismatchError when shapes differ, NotFoundError for a tensor that is not stored, DamagedError and
+        ReplacedError.
+        """
         value = self._state[key]
         if isinstance(value, (RngState, torch.Generator)):
             self._load_generator(key, value)
@@ -234,5 +238,5 @@ class _Load:
 
     def _read_state(self, name: str) -> torch.Tensor:
         """Return a tensor of a stateful object's state in new CPU memory; `name` is the one under which it is stored.
-        Raises as `read_tensor` does."""
+        Raises NotFoundError, DamagedError and ReplacedError."""
         return read_tensor(self._checkpoint, name, STATE_KIND)

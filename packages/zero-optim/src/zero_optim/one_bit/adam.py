@@ -185,8 +185,8 @@ class OneBitAdam(OneBitOptimizer):
         return number > self.freeze_step
 
     def _take_step(self, number: int, own: bool) -> None:
-        """Take a step of Adam; with own gradients (``own``) leave the variance as it is, and average the momenta over
-        the ranks, which is collective."""
+        """Take step ``number``, a step of Adam. If the gradients are this rank's ``own``, the variance stays and the
+        momenta are averaged over the ranks, which is collective."""
         for group, p in self._parameters():
             if own or p.grad is not None:
                 self._advance_moments(group, p, variance=not own)

@@ -84,9 +84,12 @@ class ZeroOneAdam(OneBitOptimizer):
         return self.variance_steps(number) == self.variance_steps(number - 1)
 
     def _take_step(self, number: int, own: bool) -> None:
-        """Take a step of Adam; with own gradients (``own``) leave the variance as it is and average the momenta: at
-        once or, where intervals are longer than a step, at the end of the interval. Collective in steps that
-        average."""
+        """Take step ``number``, a step of Adam. If the gradients are averaged, the variance is updated too. If they are
+        this rank's ``own``, the variance stays, and the ranks average their momenta: at once or, where intervals are
+        longer than a step, at the end of the interval.
+
+        Collective in steps in which the ranks average.
+        """
         interval = self.interval(number)
         if own and interval > 1 and not self._local_steps:
             self._local_steps = [_LocalSteps(p) for _, p in self._parameters()]

@@ -100,10 +100,10 @@ class OneCycle(Schedule):
     `decay_lr_rate` is 0. With `cycle_momentum`, `betas` are `(max_mom - (max_mom - min_mom) * h, 0.99)` in the cycle,
     `(max_mom * (1 + decay_mom_rate * d), 0.99)` after it; param groups without `betas` are left alone.
 
-    Arguments are these names with `cycle_` before them; `cycle_first_step_size` and `cycle_second_step_size` (None: as
-    the first) are first and second, in iterations. Bounds are one number or one per param group.
-    `last_batch_iteration`: where to continue, as in `Schedule`. `get_last_lr` raises until the first `step`.
-    `optimizer`: the one whose param groups it writes.
+    `cycle_min_lr`, `cycle_max_lr`, `cycle_min_mom` and `cycle_max_mom` are min, max, min_mom and max_mom, each one
+    number or one per param group; `cycle_first_step_size` and `cycle_second_step_size` (None: as the first) are first
+    and second, in iterations. `last_batch_iteration`: where to continue, as in `Schedule`. `get_last_lr` raises until
+    the first `step`. `optimizer`: the one whose param groups it writes.
     """
 
     def __init__(

@@ -307,7 +307,7 @@ def _all_notes(run: Run) -> list[tuple[int, RankRecord, dict[str, Any]]]:
 
 
 def _column_sum(table: dict[str, Array], name: str) -> float:
-    """Return the sum of a column, without NaN."""
+    """Return the sum of the values in the column `name` of a table, without NaN."""
     return float(np.nansum(table[name]))
 
 

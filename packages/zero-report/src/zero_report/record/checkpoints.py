@@ -20,9 +20,11 @@ class _SaveEvent:
 
 
 class CheckpointEvents:
-    """Records each save as an event, with its bytes and seconds. If this rank ``looks``, a save is recorded once it is
-    on disk, for which `look` is called after every step, so that seconds are exact to a step; else at once, without
-    bytes."""
+    """Records each save as an event of ``writer``, with its bytes and seconds.
+
+    If this rank ``looks``, a save is recorded once it is on disk, with its seconds until then; `look` is called after
+    every step to find out, so these are exact to a step. Otherwise a save is recorded at once, without bytes.
+    """
 
     def __init__(self, writer: RecordWriter, *, looks: bool) -> None:
         self._writer = writer
