@@ -59,11 +59,11 @@ def segment_table(
     weight_decay: float,
     betas: tuple[float, float],
 ) -> Sequence[Segment]:
-    """Return the segment table of a call: ``segments``, or without it one row of the scalars, which ends at ``n``. A
-    row is (end, lr, weight_decay, beta1, beta2), for the elements before ``end``.
+    """Return the segment table of a call, which says which hyperparameters apply to which elements: ``segments``, or,
+    if that is None, one row of the scalars, which ends at ``n``.
 
-    Where ``n`` is a list, a row's end is not read. Raises ``ValueError`` for a negative learning rate or decay, and for
-    a beta outside [0, 1).
+    A row is (end, lr, weight_decay, beta1, beta2), for the elements before ``end``. Where ``n`` is a list, a row's end
+    is not read. Raises ``ValueError`` for a negative learning rate or decay, and for a beta outside [0, 1).
     """
     rows = segments
     if rows is None:

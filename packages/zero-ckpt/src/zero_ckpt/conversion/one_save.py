@@ -58,8 +58,8 @@ def _facts(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(path: Path, value: Any) -> Any:
-    """Return `value` in a form that can be compared: a tensor of one element, whose data is read from the file `path`,
-    as a number, an enum as its value, and None for what cannot be compared."""
+    """Return `value` in a form that can be compared with `==`: the number in a one-element tensor, whose data is read
+    from the file `path`; the value of an enum; strings, numbers and lists as they are; None for anything else."""
     if isinstance(value, StandIn):
         return value.arguments
     if not isinstance(value, torch.Tensor) or value.numel() != 1:

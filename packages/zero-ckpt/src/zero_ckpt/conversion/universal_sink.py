@@ -38,7 +38,8 @@ _WRITTEN_FOR = "0.19.8"
 
 
 def write_universal(source: Source, root: Path, *, workers: int, progress: Progress, overwrite: bool = False) -> Path:
-    """Write `<root>/global_step<step>` and `<root>/latest_universal`, and return the path of the directory.
+    """Write the tensors of `source` as a universal checkpoint in the directory `<root>/global_step<step>`, point
+    `<root>/latest_universal` at it, and return the directory's path.
 
     Hyperparameters come from `param_groups` in the source's client state, or from an optimizer that `zero_ckpt.save`
     stored; without either the target run's own configuration stays in force. Trained parameters that never had a

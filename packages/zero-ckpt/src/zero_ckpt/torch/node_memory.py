@@ -264,8 +264,8 @@ def _decode(path: Path) -> Manifest:
 
 
 def _read_manifest(path: Path) -> bytes:
-    """Return the bytes of the manifest in the directory `path`. Raises DamagedError for a link and for one of more than
-    the largest size."""
+    """Return the bytes of the manifest in the directory `path`. Raises DamagedError when it cannot be read, is a link,
+    or is larger than any manifest may be."""
     return Folder(path, follow=False).read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
 
 

@@ -54,8 +54,8 @@ class CPUAdagrad(KernelOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and create its accumulators, as torch does. Raises ``TypeError`` or ``ValueError`` for options or
-        parameters not supported, before it is added."""
+        """Add a param group and create the accumulators of its parameters, as torch does. Raises ``TypeError`` or
+        ``ValueError``, before anything is added, for options or parameters that are not supported."""
         super().add_param_group(param_group)
         self._ensure_states(self.param_groups[-1], self.param_groups[-1]["params"])
 

@@ -134,8 +134,8 @@ def group_rates(optimizer: ParamGroups) -> list[Rate]:
 
 
 def as_integer(name: str, value: Any, *, least: int) -> int:
-    """Return ``value`` (an int, or a float equal to one) as an int. Raises `ValueError`, naming ``name``, if below
-    ``least``."""
+    """Return ``value``, an int or a float without a fraction, as an int. Raises `ValueError`, naming the argument
+    ``name``, for anything else and for a value below ``least``."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

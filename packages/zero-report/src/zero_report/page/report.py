@@ -24,7 +24,8 @@ class Report:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to ``path``, whose folder is made if it is missing, and return the path.
 
-        A reader finds either the old file or the new one. Raises OSError, for a folder too; no other file is left then.
+        Readers find either the old file or the new one. Raises OSError if it cannot be written or ``path`` is a folder;
+        no temporary file is left then.
         """
         target = Path(path)
         if target.is_dir():
