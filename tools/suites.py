@@ -34,9 +34,9 @@ NO_TESTS_COLLECTED = 5
 LANES = 4
 """Suites at a time: of two, whose ranks wait for each other, two cores are idle half of the time. Tests hold no bound
 on wall time that a busy machine could miss; benches measure alone."""
-PARTS = {"tests-integration": 4, "zero-core": 2}
-"""Suites whose files are dealt out to several processes when suites run side by side: so many that no part takes
-longer than the others together do in their lanes."""
+PARTS = {"tests-integration": 6, "zero-core": 2}
+"""Suites whose files are dealt out to several processes when suites run side by side: in so many that none of them,
+dealt out unevenly as the times of files are, runs on alone at the end."""
 LONGEST = ("tests-integration", "zero-core", "zero-launch", "zero-plan", "zero-ckpt", "zero-comm")
 """Suites that begin first, so that none of them runs on alone at the end."""
 
