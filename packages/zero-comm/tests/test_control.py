@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from comm_ranks import engine_groups, failure_of
 
-from zero_comm import Message, run_ranks
+from zero_comm import CommError, Message, run_ranks
+from zero_comm.failure_notes import FailureNotes
 
 SIZES = [0, 50, 85, 2_000]  # characters of two bytes: inside one frame, about as long as it, and several
 
@@ -101,3 +102,23 @@ def test_a_closed_control_refuses_to_exchange_over_the_default_group() -> None:
         closed = f"the control group of rank {rank} of 2 is closed"
         assert exchange == f"CommError: forward 'model' in step 0: {closed}"
         assert group == f"CommError: its process group: {closed}"
+
+
+STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_note_may_outlive_the_store_that_keeps_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdout is not None
+        notes = FailureNotes(dist.TCPStore("127.0.0.1", int(keeper.stdout.readline())), "group", 1, 2)
+        notes.leave("left")
+    assert keeper.returncode == 0
+    notes.withdraw()
+    error = CommError("a peer is gone")
+    assert notes.explain(error) is error

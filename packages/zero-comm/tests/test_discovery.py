@@ -79,10 +79,11 @@ def test_ranks_that_mpich_starts_on_several_hosts_agree_on_a_port() -> None:
     [
         ({"RANK": "1", "WORLD_SIZE": "2"}, "set, but not MASTER_ADDR"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "mpirun -x MASTER_ADDR"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "not OMPI_COMM_WORLD_SIZE"),
         ({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}, "the name of the pod with index 0"),
     ],
 )
-def test_ranks_on_several_hosts_need_an_address(environ: dict[str, str], message: str) -> None:
+def test_ranks_whose_place_is_half_known_are_told_what_is_missing(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         discover(environ)
 

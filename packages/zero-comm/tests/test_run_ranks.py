@@ -60,7 +60,7 @@ def test_a_rank_that_raises_is_reported_with_its_traceback_and_the_next_call_wor
 
 
 def test_a_rank_that_does_not_answer_is_named_and_ended() -> None:
-    with pytest.raises(TimeoutError, match=r"rank\(s\) \[1\] gave no answer in 1 s"):
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] gave no answer in 1 s"):
         run_ranks(sleep, 2, 600.0, timeout=1.0)
 
 

@@ -96,3 +96,8 @@ def test_the_rank_that_costs_most_seconds_is_named_not_the_one_that_costs_one_ra
     assert verdict._rank_sentence(both, causes, []).startswith("Rank 3 is slower than the others, mostly in backward")
     analysis = Analysis(verdict.Verdict("", "", "good"), causes, [], [])
     assert figures._main_ranks(both, analysis) == ["rank 3, backward: 10.0 %", "rank 0, forward: 11.0 %"]
+
+
+def test_names_are_sorted_by_their_numbers_whatever_digits_they_hold() -> None:
+    names = ["x.10", "x.9", "x.\u00b2", "x." + "9" * 5000, "x.09"]
+    assert sorted(names, key=verdict._natural_key)[1:] == ["x.09", "x.10", "x." + "9" * 5000, "x.\u00b2"]

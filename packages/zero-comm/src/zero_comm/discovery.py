@@ -78,6 +78,8 @@ def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid", "")
+    if "OMPI_COMM_WORLD_SIZE" not in env:
+        raise ValueError("OMPI_COMM_WORLD_RANK is set, but not OMPI_COMM_WORLD_SIZE: start the ranks with mpirun")
     rank, world_size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
     local, locals_ = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")), int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     sizes = (rank, world_size, local, locals_)

@@ -21,7 +21,7 @@ class FailureNotes:
 
     ``store``: torch's key-value store, which works also when process groups are broken. ``name``: of the group; it
     begins every key, so no other group may have the same. ``rank``, ``world_size``: of this rank in the group. If the
-    store is gone, with the rank that kept it, `withdraw` raises RuntimeError and nothing else does.
+    store is gone, with the rank that kept it, nothing is stored, deleted or found, and nothing raises.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world_size: int) -> None:
@@ -53,7 +53,8 @@ class FailureNotes:
     def withdraw(self) -> None:
         """Delete this rank's note, if it has left one."""
         if self._has_note:
-            self._has_note = not self._store.delete_key(self._note_key(self._rank))
+            with suppress(RuntimeError):
+                self._has_note = not self._store.delete_key(self._note_key(self._rank))
 
     def explain(self, error: CommError) -> CommError:
         """Return a `PeerError` with the cause of ``error``: the failure that was reported first or, if there is none,

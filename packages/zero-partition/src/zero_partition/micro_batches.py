@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .errors import PartitionError
+
+_HAND_LOSS = "Pass train_batch a loss_fn that computes the loss from the output"
+
 LossOf = Callable[[Any, Any], torch.Tensor]
 """Returns the loss, a scalar, of a model's output and its micro-batch."""
 
@@ -77,10 +81,14 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
 
 def loss_in(output: Any, _batch: Any) -> torch.Tensor:
     """Return the loss in a model's ``output``: its attribute or item "loss", the first of a tuple, or ``output``
-    itself. A `LossOf`. Raises KeyError for a mapping without "loss"."""
+    itself. A `LossOf`. Raises `PartitionError` for a mapping without "loss" and for an empty tuple."""
     if isinstance(output, Mapping):
+        if "loss" not in output:
+            raise PartitionError(f"the model's output has no 'loss', only {', '.join(map(repr, output))}. {_HAND_LOSS}")
         output = output["loss"]
     elif isinstance(output, tuple):
+        if not output:
+            raise PartitionError(f"the model's output is an empty tuple, without a loss. {_HAND_LOSS}")
         output = output[0]
     found: torch.Tensor = getattr(output, "loss", output)
     return found

@@ -166,8 +166,9 @@ def _range_text(things: list[str]) -> str:
 
 def _natural_key(text: str) -> list[tuple[int, int, str]]:
     """Return a key to sort names by, under which layers.10 comes behind layers.9: the parts between periods are
-    compared one by one, numbers by value."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in text.split(".")]
+    compared one by one, numbers by length and digits, as Python does not convert very long ones."""
+    parts = [(part, part.lstrip("0")) for part in text.split(".")]
+    return [(0, len(digits), digits) if part.isdecimal() else (1, 0, part) for part, digits in parts]
 
 
 def _percent(share: float) -> str:

@@ -45,7 +45,7 @@ class CheckpointEvents:
         """Record the saves, among those not recorded yet, that are on disk now."""
         for save in [save for save in self._pending if _is_on_disk(save)]:
             self._pending.remove(save)
-            self._note(save, sum(file.stat().st_size for file in save.path.rglob("*") if file.is_file()))
+            self._note(save, _size(save.path))
 
     def close(self) -> None:
         """Record the saves that are not recorded yet, without bytes if they are not on disk."""
@@ -59,6 +59,14 @@ class CheckpointEvents:
         seconds = save.blocked if nbytes is None else max(save.blocked, time.time() - save.began)
         facts = {"path": str(save.path), "of_step": save.step, "bytes": nbytes}
         self._writer.note("checkpoint", **facts, seconds=seconds, blocked_s=save.blocked)
+
+
+def _size(folder: Path) -> int | None:
+    """Return the bytes of the files in ``folder``; None if some are removed meanwhile, by another save."""
+    try:
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    except FileNotFoundError:
+        return None
 
 
 def _is_on_disk(save: _SaveEvent) -> bool:
