@@ -11,6 +11,7 @@ from memory_groups import MemoryRank, run_threads
 from torch import nn
 
 from zero_partition import PartitionError
+from zero_partition.arriving_weights import WeightArrivals
 from zero_partition.layout import UnitLayout
 from zero_partition.live import UnitState
 from zero_partition.route import Route
@@ -55,6 +56,7 @@ class Made:
             groups,
             rank.residency,
             rank.live,
+            WeightArrivals(),
             device=torch.device("cpu"),
             prefetch_numel=0,
             max_live_numel=1000,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from .host_facts import REFERENCES_OF_ONE, is_fake, storage_references
+from .host_facts import (
+    OBJECT_REFERENCES_OF_ONE,
+    REFERENCES_OF_ONE,
+    is_fake,
+    object_references,
+    storage_references,
+)
+from .unit_edits import without_torch_function
 
 _LEFT = "_zero_left"  # attribute of the storage of a flat buffer whose engine is closed
 
@@ -41,6 +48,7 @@ class FlatMemory:
         self.saved = 0
         self._flat = None if is_fake(flat) else flat
         self._own = REFERENCES_OF_ONE + len(views)
+        self._residents = 0
 
     @property
     def is_held(self) -> bool:
@@ -48,6 +56,25 @@ class FlatMemory:
         which torch refuses to resize the memory. False for a fake tensor."""
         if self._flat is None:
             return False
+        return self._count() > self._own + self.saved or not self._flat.untyped_storage().resizable()
+
+    @without_torch_function
+    def note_residents(self, others: Iterable[torch.Tensor]) -> None:
+        """Note those of ``others``, the engine's own tensors, that lie in the memory, where they stay, for
+        `is_private`."""
+        if self._flat is not None:
+            storage = self._flat.untyped_storage()._cdata
+            self._residents += sum(other.untyped_storage()._cdata == storage for other in others)
+
+    def is_private(self, lent: int) -> bool:
+        """Return whether nobody but the engine holds a tensor or an array in the memory: there are no more than the
+        unit's views, those that `note_residents` was told of, and ``lent`` ones. False for a fake tensor."""
+        if self._flat is None or self._count() > self._own + self._residents + lent:
+            return False
+        return object_references(self._flat) <= OBJECT_REFERENCES_OF_ONE
+
+    def _count(self) -> int:
+        """Return the number of references to the memory."""
+        assert self._flat is not None
         # no storage object is held while references are counted: in torch 2.8 it is one
-        references = storage_references(self._flat.untyped_storage()._cdata)
-        return references > self._own + self.saved or not self._flat.untyped_storage().resizable()
+        return storage_references(self._flat.untyped_storage()._cdata)

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .arriving_weights import WeightArrivals
 from .calls import ModuleCalls, RunningCall
 from .dispatch_modes import any_modes, call_outside_modes, innermost_transform
 from .gradient_hook import GradientHook
@@ -87,12 +88,12 @@ class ModuleHooks:
     values.
 
     ``listener``: gets the reports. ``calls``: knows which modules run. ``parameters``, ``memory``: find the unit of a
-    parameter, and of an output's memory.
+    parameter, and of an output's memory. ``arrivals``: published weights, which modules wait for before they run.
 
     Attributes:
         watches: by module name, the object that reports that module's calls.
         hints: the partition's warnings.
-        listener, calls, parameters, memory: as given.
+        listener, calls, parameters, memory, arrivals: as given.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class ModuleHooks:
         calls: ModuleCalls,
         parameters: FindsByParameter,
         memory: FindsByStorage,
+        arrivals: WeightArrivals,
     ) -> None:
         self.watches: dict[str, ModuleWatch] = {}
         self._handles: list[RemovableHandle | GradientHook] = []
@@ -110,6 +112,7 @@ class ModuleHooks:
         self.calls = calls
         self.parameters = parameters
         self.memory = memory
+        self.arrivals = arrivals
         self.hints = Hints()
         self._model = weakref.ref(model)
         for name, module in model.named_modules():
@@ -207,10 +210,11 @@ class ModuleWatch:
     def __init__(self, name: str, units: list[Unit], hooks: ModuleHooks, *, outermost: bool) -> None:
         self.name = name
         self.units = units
-        self.pre_hook = Hook(eager(self.before_forward))
+        self.pre_hook = Hook(eager(self.before_forward, traced=self._before_traced_forward))
         self.post_hook = Hook(eager(self.after_forward))
         self._hooks = hooks
         self._listener = hooks.listener
+        self._arrivals = hooks.arrivals
         self.kept_for_call: list[Unit] = []
         self._outermost = outermost
         self._watches_outputs = outermost or any(u.releasable for u in units)
@@ -223,11 +227,21 @@ class ModuleWatch:
 
     def before_forward(self, _module: nn.Module, _args: Any) -> None:
         """Report that the module's forward begins, so that its units are gathered, and keep for `after_forward` whether
-        the call is part of a pass; a forward pre-hook."""
+        the call is part of a pass; a forward pre-hook. Published weights of the units are waited for first."""
         before = sys.exc_info()[1]
         self._entered.append(RunningCall(True, before))
+        if self._arrivals.captures is not None and self._arrivals.captures():
+            self._arrivals.stop_deferring()
+        if self._arrivals.open:
+            self._arrivals.before_forward([unit.arrival for unit in self.units])
         if not self._listener.enter_module(self.name, self.units):
             self._entered[-1] = RunningCall(False, before)
+
+    def _before_traced_forward(self, module: nn.Module, args: Any) -> None:
+        """Do what `before_forward` does where torch.compile traces around the module: what it makes reads weights
+        without a class to ask, so steps wait for them from now on."""
+        self._arrivals.stop_deferring()
+        self.before_forward(module, args)
 
     def after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Report that the module's forward has ended; a forward hook, which torch calls also after an exception. Before
@@ -278,13 +292,13 @@ class ModuleWatch:
             self._listener.before_backward(self.units)
 
 
-def eager(call: Callable[..., Any]) -> Callable[..., Any]:
+def eager(call: Callable[..., Any], *, traced: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return ``call`` wrapped so that torch.compile does not trace it (graphs break there), and the user's dispatch
-    modes do not see its operations.
+    modes do not see its operations. ``traced``: called in its place where torch.compile would trace it.
 
     Where nothing is compiled and no mode is active, ``call`` runs directly: torch's guard takes longer than most hooks.
     """
-    untraced: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    untraced: Callable[..., Any] = torch.compiler.disable(traced or call)  # type: ignore[no-untyped-call]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         """Call ``call`` outside the user's dispatch modes, and untraced where torch.compile traces."""

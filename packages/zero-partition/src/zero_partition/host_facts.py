@@ -122,6 +122,15 @@ REFERENCES_OF_ONE = _references_of_one()
 """The number of references to a storage that one tensor uses: torch's Python object for it may hold one of its own."""
 
 
+def object_references(tensor: torch.Tensor) -> int:
+    """Return the number of references to torch's Python object for the storage of ``tensor``."""
+    return sys.getrefcount(tensor.untyped_storage())
+
+
+OBJECT_REFERENCES_OF_ONE = object_references(torch.empty(1))
+"""What `object_references` returns for a storage whose Python object no code holds."""
+
+
 def install(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Give each of ``tensors`` the memory of the one at its position in ``values``, as ``tensor.data = value`` does."""
     deque(map(_DATA.__set__, tensors, values), maxlen=0)

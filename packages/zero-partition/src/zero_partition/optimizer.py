@@ -156,6 +156,7 @@ class ShardedOptimizer:
         gradients are not as a step needs them: changed by user code, or different on the ranks.
         """
         runtime = self._partition.runtime
+        self._partition.arrivals.wait()
         runtime.held_gradients.refuse_torn("step")
         check_groups(self.inner, self._listed)
         self._states.install_mapping()

@@ -13,6 +13,7 @@ from torch import nn
 from zero_comm import EngineGroups, Tag
 
 from .added_parameters import AddedParameters
+from .arriving_weights import WeightArrivals
 from .data_watch import unwatch_data, watch_data
 from .errors import PartitionError
 from .external import external_parameters
@@ -31,6 +32,7 @@ from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding
 from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
 from .runtime import Runtime
+from .scripted import takes_hooks
 from .sharded_parameter import sharded_record
 from .shared_storage import refuse_shared_storage, warn_of_aliases
 from .tier import MakeStates, ShardNeeds
@@ -63,6 +65,7 @@ class Partition:
         replicated: parameter name -> why it is replicated on every rank.
         states: the tier that keeps masters, moments and gradients; None if they are on the device.
         readers: background readers of shards, masters and states.
+        arrivals: the published weights that are still arriving.
         rank, world_size: among the ranks that shard one replica of the model.
         data_rank, data_world_size: among the ranks of all replicas.
     """
@@ -84,6 +87,7 @@ class Partition:
         self.residency = residency
         self.readers = Readers()
         self._live = LiveElements()
+        self.arrivals = WeightArrivals(device)
         self._optimizer: weakref.ref[UpdatesWeights] | None = None
         self._user: weakref.ref[object] | None = None
         self.rank = groups.gather.rank
@@ -114,6 +118,7 @@ class Partition:
             groups,
             residency,
             self._live,
+            self.arrivals,
             device=device,
             prefetch_numel=options.prefetch_numel,
             max_live_numel=options.max_live_numel,
@@ -135,6 +140,10 @@ class Partition:
         for module in model.modules():
             for parameter in external_parameters(module):
                 self.add_use(module, parameter)
+        in_scripts = {id(p) for module in model.modules() if not takes_hooks(module) for p in module.parameters()}
+        for unit in self.units:
+            if not unit.releasable and in_scripts.isdisjoint(map(id, unit.parameters)):
+                unit.allow_late_waits()
 
     def refuse_placeholder_buffers(self) -> None:
         """Raise `ReleasedParameterError` if user code has set a buffer of the model to the ``.data`` of a released
@@ -245,8 +254,13 @@ class Partition:
             unit.release()
 
     def publish(self) -> None:
-        """Write the weights that the optimizer updated back to where forward reads them, in all units; wait until that
-        is done, and count the step in ``runtime.edits``. Collective."""
+        """Write the weights that the optimizer updated back to where forward reads them, in all units, and count the
+        step in ``runtime.edits``.
+
+        All-gathers are issued in the order of the units. Their first use waits for the weights, where nobody can read
+        them in another way ([Note: weights that arrive] in arriving_weights.py); the others are waited for here.
+        Collective.
+        """
         step = self.runtime.step
         works = [work for unit in self.units if (work := unit.publish(step)) is not None]
         for work in works:
@@ -261,6 +275,7 @@ class Partition:
         Waits for `readers` too. Collective.
         """
         self.readers.wait()
+        self.arrivals.wait()
         with self.runtime.writing("a step beside training"):
             finished = self.states is not None and self.states.finish()
             if finished or (self.optimizer is not None and self.optimizer.synchronise()):
@@ -314,6 +329,7 @@ class Partition:
                 if unit.releasable and unshard:
                     unit.issue_gather(self.runtime.step, exact=True)
                     unit.wait_gather()
+        self.arrivals.abandon()  # after a failure; else there are none
         self.runtime.close()
         self.readers.wait()
         if self.states is not None:
@@ -342,6 +358,7 @@ class Partition:
             states=self.states,
             readers=self.readers,
             live=self._live,
+            arrivals=self.arrivals,
         )
         dtype = update_dtype(plan, self.options.policy)
         source = torch.zeros(layout.numel, dtype=dtype, device=self.device)

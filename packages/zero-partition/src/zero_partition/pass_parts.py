@@ -9,6 +9,7 @@ from zero_comm import Control
 
 from .agreement import Agreement, Liveness
 from .arrivals import GradientArrivals
+from .arriving_weights import WeightArrivals
 from .calls import ModuleCalls
 from .gatherer import Gatherer
 from .gradient_watch import GradientWatch
@@ -48,4 +49,5 @@ class PassParts:
     gradient_watch: GradientWatch
     released_use: ReleasedUse
     watched_units: WatchedUnits
+    weights: WeightArrivals
     recovery: Recovery

@@ -16,7 +16,8 @@
 A **backward pass** lasts from `begin_backward` to `end_backward`. When the user calls ``loss.backward()``, the first
 gradient, or the first use of a unit, begins it, and the end of autograd's run ends it.
 
-6. `begin_backward`: gradients that the user wrote are adopted, averages that ``.grad`` shows are hidden.
+6. `begin_backward`: published weights that forward has not used are waited for, gradients that the user wrote are
+   adopted, averages that ``.grad`` shows are hidden.
 7. Where it gathers or reduces, the ranks agree on the pass, and gradients that came too late for their unit's reduction
    in the pass before are reduced. Its agreed orders of gathers and of reductions begin; if it has both, they are
    interleaved.
@@ -96,6 +97,7 @@ class Passes:
         self._released_use = parts.released_use
         self._watched_units = parts.watched_units
         self._recovery = parts.recovery
+        self._weights = parts.weights
         self._sharded = any(unit.releasable for unit in parts.units)
         self._frozen = [
             (n, p) for u in parts.units for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad
@@ -258,6 +260,7 @@ class Passes:
                 "backward was called inside synced(), where ranks may do different things; leave it first"
             )
         self._held_gradients.refuse_torn(BACKWARD)
+        self._weights.wait()
         self._gradient_watch.end()
         self._user_gradients.take()
         self._held_gradients.hide()

@@ -75,6 +75,11 @@ class Route:
         return self._group.rank
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks that own a shard each."""
+        return self._group.world_size
+
+    @property
     def rounds(self) -> bool:
         """True if passes compute with weights that a codec has rounded; gathers for the user are exact even then."""
         return self._quantized is not None

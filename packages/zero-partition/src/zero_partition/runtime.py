@@ -14,6 +14,7 @@ from zero_comm import EngineGroups
 
 from .agreement import Agreement, Liveness
 from .arrivals import GradientArrivals
+from .arriving_weights import WeightArrivals
 from .calls import ModuleCalls
 from .compilation import CompiledRegions
 from .errors import PartitionError
@@ -46,6 +47,8 @@ from .user_gradients import UserGradients
 from .weight_passes import WeightPasses
 from .zeroing import ZeroGrad, watch_modules
 
+_LAST_WEIGHTS = 2.0  # seconds that an engine which ends waits for published weights
+
 
 class Runtime:
     """Runs a partitioned model's passes (see [Note: the order of events] in passes.py); made by `partition`.
@@ -53,9 +56,10 @@ class Runtime:
     Passes that gather sharded parameters, and backward passes that reduce, are collective.
 
     ``gradients``: of the trained units. ``groups``: the process groups, which `abort` destroys. ``residency``: keeps
-    the shards. ``live``: counts gathered elements. ``device``: where modules compute. ``prefetch_numel``,
-    ``max_live_numel``, ``bucket_numel``: bounds in elements, of `PartitionOptions`. ``complete``: every backward pass
-    reduces every unit, each when it has all its gradients.
+    the shards. ``live``: counts gathered elements. ``arrivals``: published weights that are waited for at their first
+    use. ``device``: where modules compute. ``prefetch_numel``, ``max_live_numel``, ``bucket_numel``: bounds in
+    elements, of `PartitionOptions`. ``complete``: every backward pass reduces every unit, each when it has all its
+    gradients.
 
     Attributes:
         units: the units, by index.
@@ -79,6 +83,7 @@ class Runtime:
         groups: EngineGroups,
         residency: Residency,
         live: LiveElements,
+        arrivals: WeightArrivals,
         *,
         device: torch.device,
         prefetch_numel: int,
@@ -93,12 +98,14 @@ class Runtime:
         self.weight_passes = WeightPasses()
         self._sharded = any(u.releasable for u in self.units)
         self._step = step = StepNumber()
+        self._arrivals = arrivals
         self._liveness = Liveness(
-            lambda failure: groups.abort(failure, when=f"in step {step.value}"),
+            self._end_groups,
             self._half_written,
             sharded=self._sharded,
             can_reopen=groups.can_reopen,
         )
+        arrivals.report_to(self._liveness.writing, self.weights_lost)
         self.edits = UserEdits(self.units, groups.control.world_size, groups.broadcast)
         self.user_gradients = UserGradients(gradients, self.loop)
         self.gathers = OrderedGathers(self.units, step)
@@ -157,11 +164,12 @@ class Runtime:
             gradient_watch=self.gradient_watch,
             released_use=self.released_use,
             watched_units=self._watched_units,
+            weights=arrivals,
             recovery=Recovery(groups, step, self.gathers, reductions, interleaving, self.gatherer, self.reducer),
         )
         self.passes = Passes(parts)
         self._reopening = Reopening(groups, parts, self.passes, gradients, reductions)
-        self._hooks = ModuleHooks(model, self.units, self.passes, self._calls, unannounced, self.gathers)
+        self._hooks = ModuleHooks(model, self.units, self.passes, self._calls, unannounced, self.gathers, arrivals)
         self.hints = self._hooks.hints
         self._interception = Interception(model, self.units, unannounced)
         self._unit_by_unit = UnitByUnit(model, self.units, self.gradients, parts, self._hooks, device)
@@ -241,6 +249,7 @@ class Runtime:
         """
         if self.gathers.active:
             raise PartitionError("the hooks were switched off inside a forward or backward pass; do it before or after")
+        self._arrivals.wait()
         self._calls.paused = True
 
     def resume(self) -> None:
@@ -301,9 +310,21 @@ class Runtime:
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
+    def weights_lost(self, failure: BaseException) -> None:
+        """End this runtime because of ``failure``, by which published weights did not arrive."""
+        self.failed_in("step", failure, awaited=True)
+
+    def _end_groups(self, failure: BaseException) -> None:
+        """Destroy the process groups because of ``failure``, telling the other ranks why, once published weights have
+        arrived or some seconds have passed."""
+        self._arrivals.wait_briefly(_LAST_WEIGHTS)
+        self.groups.abort(failure, when=f"in step {self._step.value}")
+
     def _half_written(self) -> str | None:
-        """Return words for the tier's update that failed in the middle and has left values half written; None if there
-        is none."""
+        """Return words for published weights that did not arrive, or for the tier's update that failed in the middle
+        and has left values half written; None if there is neither."""
+        if self._arrivals.failure is not None:
+            return "the step"
         tier = next((unit.states for unit in self.units if unit.states is not None), None)
         return None if tier is None else tier.half_written()
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from zero_comm import Tag, Work
 
+from .arriving_weights import WeightArrival, WeightArrivals, can_wait_at_use
 from .flat_memory import FlatMemory
 from .host_facts import install, storage_address
 from .layout import UnitLayout
@@ -31,19 +32,17 @@ class Unit:
     and placeholders otherwise.
 
     ``releasable``: the unit may be released; else it is always gathered. ``residency``: the store of this rank's shard,
-    by the unit's name. ``device``: where modules compute. ``live``: counts gathered elements of all units. In all
-    methods a parameter's number is its position in ``plan.parameters``.
+    by the unit's name. ``device``: where modules compute. ``live``: counts gathered elements of all units.
+    ``arrivals``: the published weights that are waited for at their first use. In all methods a parameter's number is
+    its position in ``plan.parameters``.
 
     Attributes:
         index: position in the model's list of units; the same on every rank.
-        flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
-        views: each parameter's view of `flat`, by its number.
+        arrival: waits for published weights at their first use.
         memory: tracks views of the flat buffer that code outside the unit holds.
         lent: the flat buffer's storage is shared with something that may outlive the gather (a module's output, a
             user's gather); `release` then leaves that storage alone and makes a new flat buffer.
         route: how the unit is gathered: over all ranks, through a codec, or from the secondary shards of the node.
-        master: the weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's
-            shard. None for frozen units, and where ``states`` keeps them.
         states: the tier that keeps this unit's masters and moments and updates its shard.
         edits: finds and keeps changes that user code made to the parameters.
         readers: background readers of shard, master and states (a checkpoint that is being written).
@@ -67,6 +66,7 @@ class Unit:
         states: StateTier | None = None,
         readers: Readers | None = None,
         live: LiveElements | None = None,
+        arrivals: WeightArrivals | None = None,
     ) -> None:
         self.index = index
         self.readers = Readers() if readers is None else readers
@@ -81,7 +81,7 @@ class Unit:
         self.state = UnitState.GATHERED
         self.parameters: list[nn.Parameter] = list(plan.parameters.values())
         self.names: list[str] = list(plan.parameters)
-        self.master: torch.Tensor | None = None
+        self._master: torch.Tensor | None = None
         self.route = route
         self._residency = residency
         self._device = device
@@ -96,6 +96,32 @@ class Unit:
         self.pins = 0
         self.keeps_masters = False
         self.edits = UnitEdits(self.names, self.parameters, plan.dtype)
+        self._arrivals = WeightArrivals(device) if arrivals is None else arrivals
+        self._late_waits = False
+        self.arrival = WeightArrival(self.parameters, self._arrivals)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The flat buffer (1-D, ``layout.numel`` elements), once published weights have arrived; its storage is empty
+        while released."""
+        if self.arrival.is_open:
+            self.arrival.wait()
+        return self._flat
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """The weights that the optimizer updates: all of the flat buffer's elements at stage 0, else this rank's shard.
+        None for frozen units, and where ``states`` keeps them. Waits as `flat` does, as it may lie there."""
+        if self.arrival.is_open:
+            self.arrival.wait()
+        return self._master
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """Each parameter's view of `flat`, by its number, once published weights have arrived."""
+        if self.arrival.is_open:
+            self.arrival.wait()
+        return self._views
 
     def init_from_full(self, full: torch.Tensor, master_dtype: torch.dtype, *, full_master: bool) -> None:
         """Initialise the unit from its full values: store this rank's shard, make its master, make the parameters views
@@ -114,9 +140,9 @@ class Unit:
             self._tier_masters.store_masters(full, self.plan.dtype)
         elif self.plan.trainable:
             if master_dtype == self.plan.dtype:
-                self.master = self.flat if full_master else shard
+                self._master = self.flat if full_master else shard
             else:
-                self.master = (full if full_master else full[start:end]).to(master_dtype, copy=True)
+                self._master = (full if full_master else full[start:end]).to(master_dtype, copy=True)
         self.keeps_masters = self.master is not None and self.master.dtype != self.plan.dtype
         if self._tier_masters is not None:
             self.keeps_masters = self._tier_masters.has_masters()
@@ -266,6 +292,7 @@ class Unit:
     def hide(self) -> None:
         """Make the parameters read NaN until `show`, as the caller is about to free the flat buffer's memory. Only for
         a unit that is never released."""
+        self.arrival.wait()
         self.hidden = True
         for parameter in self.parameters:
             parameter.data = torch.full((), torch.nan, dtype=self.plan.dtype, device=self._device).expand(
@@ -279,12 +306,14 @@ class Unit:
 
     def publish(self, step: int) -> Work | None:
         """Write the weights that the optimizer updated back to where forward reads them, and mark secondary shards as
-        out of date. Collective.
+        out of date; ``step``: number for the tag. Collective.
 
         Return the all-gather in flight, which the caller waits for, if parameters stay gathered but have sharded
-        masters; else None. ``step``: number for the tag. Does nothing for frozen units; weights that a tier has updated
-        are in the shard already.
+        masters; None if the first use of the parameters waits for it ([Note: weights that arrive] in
+        arriving_weights.py), or there is none. Does nothing for frozen units; weights that a tier has updated are in
+        the shard already.
         """
+        self.arrival.wait()
         if self.plan.trainable:
             self.forget_copies()
         if self.master is not None and self.master.numel() == self.layout.numel:
@@ -298,7 +327,31 @@ class Unit:
             self._residency.release(self.name, dirty=True)
         if self.releasable or not self.plan.trainable:
             return None
-        return self.route.all_gather(self.flat, self._own_slice(), Tag("publish", self.name, step), exact=True)
+        waits_at_use = self._may_wait_at_use()  # looked at before the all-gather holds the memory too
+        work = self.route.all_gather(self.flat, self._own_slice(), Tag("publish", self.name, step), exact=True)
+        if not waits_at_use:
+            return work
+        self.arrival.begin(work)
+        return None
+
+    def _may_wait_at_use(self) -> bool:
+        """Return whether the wait for published weights can be left to the first use of the parameters: nobody reads
+        them in another way."""
+        return (
+            self._late_waits
+            and self._arrivals.may_defer
+            and not self.hidden
+            and self.route.world_size > 1
+            and self.memory.is_private(self.edits.count_lent(self._views))
+            and self.edits.are_in_place(self._views)
+            and can_wait_at_use(self.parameters)
+        )
+
+    def allow_late_waits(self) -> None:
+        """Leave waits for published weights to the parameters' first use from now on, where that is possible."""
+        self.memory.note_residents([*self.parameters, self.acquire_shard()])
+        self._residency.release(self.name, dirty=False)
+        self._late_waits = True
 
     def write_back(self) -> None:
         """Copy the gathered parameters' present values into the shard and the master, after user code changed them.
@@ -403,6 +456,7 @@ class Unit:
     def acquire_shard(self) -> torch.Tensor:
         """Return this rank's shard (1-D) on the compute device, valid until the residency's `release`; first wait for
         an update that still writes it."""
+        self.arrival.wait()
         if self.states is not None:
             self.states.await_update(self.name)
         return self._residency.acquire(self.name)
@@ -429,7 +483,7 @@ class Unit:
         while the unit is released."""
         if self.state is UnitState.RELEASED:
             return False
-        return (self.flat.untyped_storage().data_ptr() or storage_address(self.flat)) == address
+        return (self._flat.untyped_storage().data_ptr() or storage_address(self._flat)) == address
 
     def _own_slice(self) -> torch.Tensor:
         """Return this rank's slice of the flat buffer, after copying its shard there unless the shard is that memory.
@@ -445,9 +499,9 @@ class Unit:
     def _make_views(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the flat buffer and slice it into one view per parameter; the parameters themselves do not
         change."""
-        self.flat = flat
-        self.views = [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
-        self.memory = FlatMemory(flat, self.views)
+        self._flat = flat
+        self._views = [flat[e.offset : e.end].view(e.shape) for e in self.layout.entries]
+        self.memory = FlatMemory(flat, self._views)
 
     def _install_views(self) -> None:
         """Make every parameter its view of the flat buffer, with the class that it has while gathered."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from .checksums import Checksums, checksums, differing
-from .host_facts import untouched
+from .host_facts import are_set_to, untouched
 
 _UNKNOWN = -1  # no version counter says this
 _data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -232,6 +232,17 @@ class UnitEdits:
     def forget_checksums(self) -> None:
         """Drop the checksums: until new ones are taken, writes without a trace are not found."""
         self._checksums = self._compared = None
+
+    @without_torch_function
+    def count_lent(self, views: Sequence[torch.Tensor]) -> int:
+        """Return how many of the aliases that `lend` keeps lie in ``views``, the parameters' views of the flat
+        buffer."""
+        return sum(alias.is_set_to(views[number]) for number, (alias, _) in self._lent.items())
+
+    @without_torch_function
+    def are_in_place(self, views: Sequence[torch.Tensor]) -> bool:
+        """Return whether every parameter has the memory of its view of the flat buffer, one of ``views``."""
+        return are_set_to(self._parameters, views)
 
     def forget_lent(self) -> None:
         """Drop checksums and the aliases that `lend` has returned, as the parameters are being released."""

@@ -125,6 +125,7 @@ class FragmentUpdate:
         owned = OwnedFragment(unit, number, fragment, nn.Parameter(view))
         self.fragments.append(owned)
         self._views.append(view)
+        unit.memory.note_residents([view, owned.tensor])
         return owned
 
     @torch.no_grad()
