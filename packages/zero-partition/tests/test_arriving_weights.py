@@ -76,7 +76,10 @@ class _HeldWork:
         def run() -> None:
             if before is not None:
                 before.join()
-            dist.recv(torch.zeros(1), 0, group=held.permits, tag=number)
+            try:
+                dist.recv(torch.zeros(1), 0, group=held.permits, tag=number)
+            except (RuntimeError, ValueError):  # the groups are gone, as rank 0 never allows it
+                return
             self._work = held._group.all_gather(out, shard, tag)
 
         self.thread = threading.Thread(target=run, daemon=True)

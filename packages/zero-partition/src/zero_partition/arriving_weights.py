@@ -216,7 +216,8 @@ class WeightArrival:
 
 def can_wait_at_use(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether all ``parameters`` have classes whose torch functions do nothing of their own."""
-    return all(kind.__torch_function__ is _DISABLED for kind in set(map(type, parameters)))
+    kinds: set[Any] = set(map(type, parameters))
+    return all(kind.__torch_function__ is _DISABLED for kind in kinds)
 
 
 def arrived_class(kind: type) -> type:
