@@ -334,6 +334,29 @@ def test_a_step_waits_itself_for_a_unit_of_which_somebody_holds_an_alias(how: st
         assert read == expected
 
 
+def read_unasked() -> Any:
+    """What C++ code that does not ask the parameter's class reads before the weights are there, and after."""
+    model, parts, optimizer, held = chain()
+    double = torch.func.grad(lambda weight: weight.square().sum())
+    model(batch(0)).backward()
+    held.holds = True
+    optimizer.step()
+    early = double(model.layers[1].weight) if dist.get_rank() == 0 else torch.tensor(torch.nan)
+    if dist.get_rank() == 0:
+        for number in range(LAYERS):
+            held.allow(number)
+    model.layers[1].weight.sum()
+    late = double(model.layers[1].weight)
+    found = bool(early.isnan().all()), late.tolist()
+    parts.close()
+    return found
+
+
+def test_code_that_does_not_ask_reads_nan_and_never_half_a_step() -> None:
+    expected = (2 * plain(1).layers[1].weight.detach()).tolist()
+    assert run_ranks(read_unasked, 2, timeout=60) == [(True, expected)] * 2
+
+
 def accesses() -> Any:
     """What the engine's own calls give right after steps, on three ranks."""
     model, parts, optimizer, _ = chain(1)

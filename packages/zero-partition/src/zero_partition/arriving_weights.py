@@ -1,9 +1,10 @@
 """Wait for published weights at their first use, not in the step that publishes them.
 
 [Note: weights that arrive] At stages 1 and 2, and for persistent units at stage 3, a step ends by all-gathering the new
-weights in place. It returns when the all-gathers are issued. Until a unit's weights have arrived, its parameters have a
-subclass of their own class, made once for the unit, whose ``__torch_function__`` waits for them before torch computes
-anything with such a parameter; then the parameters have their own class again and cost nothing. The hooks of modules
+weights in place. It returns when the all-gathers are issued. Until a unit's weights have arrived, its parameters read
+NaN, and have a subclass of their own class, made once for the unit, whose ``__torch_function__`` waits for them before
+torch computes anything with such a parameter; then the parameters are their views of the weights again, have their own
+class and cost nothing. C++ code that does not ask the class thus meets NaN, never half a step. The hooks of modules
 that use the unit wait first, so forward does not meet that class. The engine's own code waits in `Unit.flat`,
 `Unit.views` and `Unit.acquire_shard`. Waiting concerns this rank only, so any thread may wait at any time.
 
@@ -33,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from zero_comm import Work
 
 from .dispatch_modes import outside_modes
-from .host_facts import exchange_classes
+from .host_facts import exchange_classes, install
 from .torch_calls import attribute_of, name_of
 
 _ARRIVAL = "_zero_arrival"  # attribute of a class of arriving parameters: the `WeightArrival` of their unit
@@ -139,15 +140,22 @@ class WeightArrival:
         self._work: Work | None = None
         self._stream: torch.Stream | None = None
         self._classes: dict[type, type] = {}
+        self._views: Sequence[torch.Tensor] = ()
+        self._blanks: list[torch.Tensor] | None = None
 
-    def begin(self, work: Work) -> None:
-        """Have the first use of the parameters wait for ``work``, which writes them. They are of classes that
-        `can_wait_at_use` allows, and no weights are arriving."""
+    def begin(self, work: Work, views: Sequence[torch.Tensor]) -> None:
+        """Have the first use of the parameters wait for ``work``, which writes their ``views``; they read NaN until
+        then. They are of classes that `can_wait_at_use` allows, and no weights are arriving."""
         device = self._together.device
+        if self._blanks is None:
+            self._blanks = [view.new_full((), torch.nan).expand(view.shape) for view in views]
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._work, self.is_open = work, True
         self._together.open[self] = None
+        self._views = views
         exchange_classes(self._parameters, self._arriving_class)
+        with torch._C.DisableTorchFunctionSubclass():
+            install(self._parameters, self._blanks)
 
     def wait(self) -> None:
         """Wait until the weights are there (on an accelerator: order streams) and give the parameters their own classes
@@ -190,9 +198,11 @@ class WeightArrival:
                 self._end()
 
     def _end(self) -> None:
-        """Forget the work, and give the parameters their own classes again."""
+        """Forget the work, and give the parameters their weights and their own classes again."""
+        with torch._C.DisableTorchFunctionSubclass():
+            install(self._parameters, self._views)
         exchange_classes(self._parameters, arrived_class)
-        self._work = self._stream = None
+        self._work, self._stream, self._views = None, None, ()
         self._together.open.pop(self, None)
         self.is_open = False
 

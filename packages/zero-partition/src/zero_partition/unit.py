@@ -331,7 +331,7 @@ class Unit:
         work = self.route.all_gather(self.flat, self._own_slice(), Tag("publish", self.name, step), exact=True)
         if not waits_at_use:
             return work
-        self.arrival.begin(work)
+        self.arrival.begin(work, self._views)
         return None
 
     def _may_wait_at_use(self) -> bool:
