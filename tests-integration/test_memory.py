@@ -124,7 +124,7 @@ def formula(stage: int, world_size: int, dtype: str, facts: dict[str, int], *, w
         accumulated = size["p"] * psi + (accumulated if size["a"] != size["p"] else 0)
     master = size["m"] * psi // (n if stage >= 1 else 1)
     moments = 2 * size["s"] * facts["owned"] + 4 * facts["updated"]
-    placeholders = size["p"] * facts["parameters"] if stage == 3 and n > 1 else 0
+    placeholders = size["p"] * (facts["parameters"] if stage == 3 else stage > 0) if n > 1 else 0
     return parameters + accumulated + master + moments + placeholders
 
 

@@ -59,6 +59,7 @@ class WeightArrivals:
     def __init__(self, device: torch.device | None = None) -> None:
         self.open: dict[WeightArrival, None] = {}
         self.failure: BaseException | None = None
+        self._blanks: dict[torch.dtype, torch.Tensor] = {}
         self.lock = threading.RLock()
         self.device = torch.device("cpu") if device is None else device
         self.captures = torch.cuda.is_current_stream_capturing if self.device.type == "cuda" else None
@@ -77,6 +78,17 @@ class WeightArrivals:
         """Wait inside ``writing("the step")``, and call ``failed`` with what a wait raised. Both are methods, of
         objects that are not kept alive."""
         self._writing, self._failed = weakref.WeakMethod(writing), weakref.WeakMethod(failed)
+
+    def blank(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a NaN of ``dtype`` (0-dimensional), which parameters read while their weights are arriving; always the
+        same one."""
+        if dtype not in self._blanks:
+            self._blanks[dtype] = torch.full((), torch.nan, dtype=dtype, device=self.device)
+        return self._blanks[dtype]
+
+    def blanks(self) -> list[torch.Tensor]:
+        """Return what `blank` has made."""
+        return list(self._blanks.values())
 
     def stop_deferring(self) -> None:
         """Have every later step wait itself, as code reads the weights that no class of theirs shows to; wait now."""
@@ -141,14 +153,16 @@ class WeightArrival:
         self._stream: torch.Stream | None = None
         self._classes: dict[type, type] = {}
         self._views: Sequence[torch.Tensor] = ()
-        self._blanks: list[torch.Tensor] | None = None
+        self._blanks: list[torch.Tensor] = []
+
+    def prepare(self) -> None:
+        """Make what the parameters read while weights are arriving; called once, before `begin`."""
+        self._blanks = [self._together.blank(p.dtype).expand(p.shape) for p in self._parameters]
 
     def begin(self, work: Work, views: Sequence[torch.Tensor]) -> None:
         """Have the first use of the parameters wait for ``work``, which writes their ``views``; they read NaN until
         then. They are of classes that `can_wait_at_use` allows, and no weights are arriving."""
         device = self._together.device
-        if self._blanks is None:
-            self._blanks = [view.new_full((), torch.nan).expand(view.shape) for view in views]
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._work, self.is_open = work, True
         self._together.open[self] = None

@@ -141,8 +141,8 @@ class Partition:
             for parameter in external_parameters(module):
                 self.add_use(module, parameter)
         in_scripts = {id(p) for module in model.modules() if not takes_hooks(module) for p in module.parameters()}
-        for unit in self.units:
-            if not unit.releasable and in_scripts.isdisjoint(map(id, unit.parameters)):
+        for unit in self.units if options.stage > 0 and self.world_size > 1 else ():
+            if unit.plan.trainable and not unit.releasable and in_scripts.isdisjoint(map(id, unit.parameters)):
                 unit.allow_late_waits()
 
     def refuse_placeholder_buffers(self) -> None:
@@ -305,6 +305,7 @@ class Partition:
         masters = sum(nbytes(u.master) for u in self.units)
         gradients = sum(nbytes(t) for g in self.runtime.gradients.values() for t in g.tensors())
         placeholders = sum(nbytes(t) for u in self.units for p in u.placeholders for t in p.tensors())
+        placeholders += sum(nbytes(t) for t in self.arrivals.blanks())
         return {
             "gathered parameters": gathered,
             "parameter shards": shards,

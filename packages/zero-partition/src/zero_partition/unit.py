@@ -341,14 +341,15 @@ class Unit:
             self._late_waits
             and self._arrivals.may_defer
             and not self.hidden
-            and self.route.world_size > 1
             and self.memory.is_private(self.edits.count_lent(self._views))
             and self.edits.are_in_place(self._views)
             and can_wait_at_use(self.parameters)
         )
 
     def allow_late_waits(self) -> None:
-        """Leave waits for published weights to the parameters' first use from now on, where that is possible."""
+        """Leave waits for published weights to the parameters' first use from now on, where that is possible; for a
+        unit of which other ranks hold shards."""
+        self.arrival.prepare()
         self.memory.note_residents([*self.parameters, self.acquire_shard()])
         self._residency.release(self.name, dirty=False)
         self._late_waits = True

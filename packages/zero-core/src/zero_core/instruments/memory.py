@@ -62,6 +62,7 @@ def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[
         rows += counter.rows(unit.name, "gradients", [] if gradients is None else gradients.tensors())
         placeholders = [values for one in unit.placeholders for values in one.tensors()]
         rows += counter.rows(unit.name, "placeholders", placeholders)
+    rows += counter.rows("(arriving weights)", "placeholders", partition.arrivals.blanks())
     if isinstance(partition.residency, OnDisk):
         rows.append(MemoryRow("(the store)", "parameter shards", "host", partition.residency.resident_bytes))
     return [*rows, *_tier_rows(partition), *_state_rows(sharded, counter)]
