@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import json
+import os
+import select
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -221,6 +225,7 @@ READS: dict[str, Callable[[Chain], Any]] = {
     "model": lambda model: model(batch(7)).detach(),
     "evaluation": _fast_path,
     "class of a parameter": lambda model: type(model.layers[1].weight)(model.layers[1].bias.data).sum().detach(),
+    "forked process": lambda model: _in_fork(lambda: model.layers[1].weight.detach()),
     "thread": lambda model: _in_thread(lambda: model.layers[1].weight.detach().clone()),
 }
 WRITES: dict[str, Callable[[Chain], Any]] = {
@@ -240,6 +245,21 @@ def _in_thread(call: Callable[[], Any]) -> Any:
     thread.start()
     thread.join()
     return found[0]
+
+
+def _in_fork(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What ``call`` returns in a process that is forked now; ten zeros where it says nothing."""
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(there, json.dumps(call().tolist()).encode())
+        os._exit(0)
+    said = os.read(here, 10_000) if select.select([here], [], [], 20)[0] else b"[0, 0, 0, 0, 0, 0, 0, 0, 0, 0]"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(here)
+    os.close(there)
+    return torch.tensor(json.loads(said), dtype=torch.float64)
 
 
 def uses(names: list[str]) -> Any:

@@ -11,7 +11,8 @@ that use the unit wait first, so forward does not meet that class. The engine's 
 What no class shows is excluded: a step waits at once for a unit of which somebody holds an alias (`p.detach()`, an
 array, a view in a graph), found by counting the references to its memory; for a unit with parameters in torch.jit
 modules, which read them in C++; and for all units once torch.compile or a graph capture has traced the model, as
-their code reads memory without asking. A forward without gradients waits for all units at its first module, as torch
+their code reads memory without asking. They are waited for before this process is forked, too, as the child has none of
+the threads that receive them. A forward without gradients waits for all units at its first module, as torch
 chooses other kernels there for parameters with such a class. On an accelerator the wait orders the stream that uses
 the weights, and the stream of the step behind it; a third stream has to be ordered behind one of these after that use.
 """
@@ -19,11 +20,13 @@ the weights, and the stream of the step behind it; a third stream has to be orde
 from __future__ import annotations
 
 import copy
+import functools
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +69,7 @@ class WeightArrivals:
         self._deferring = True
         self._writing: weakref.WeakMethod[Callable[[str], AbstractContextManager[None]]] | None = None
         self._failed: weakref.WeakMethod[Callable[[BaseException], object]] | None = None
+        _before_forks().add(self)
 
     @property
     def may_defer(self) -> bool:
@@ -236,6 +240,22 @@ class WeightArrival:
             metaclass: Any = type(kind)
             made = self._classes[kind] = metaclass(kind.__name__, (kind,), body)
         return made
+
+
+@functools.cache
+def _before_forks() -> weakref.WeakSet[WeightArrivals]:
+    """Return the set, always the same one, of what is waited for before this process is forked; it holds its members
+    weakly. What fails then is raised by the next use of the weights."""
+    found: weakref.WeakSet[WeightArrivals] = weakref.WeakSet()
+
+    def wait() -> None:
+        """Wait for the weights of all engines."""
+        for arrivals in list(found):
+            with suppress(Exception):
+                arrivals.wait()
+
+    os.register_at_fork(before=wait)
+    return found
 
 
 def can_wait_at_use(parameters: Sequence[nn.Parameter]) -> bool:
