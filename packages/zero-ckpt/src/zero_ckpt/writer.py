@@ -96,7 +96,7 @@ class BufferedSink:
             os.close(self._fd)
 
     def abort(self) -> None:
-        """Write what is queued, then end the thread and close the file."""
+        """End the thread once it has written what is queued, and close the file, whose writes may have failed."""
         self._stop()
         os.close(self._fd)
 

@@ -96,9 +96,9 @@ def assemble(
     device: torch.device | None = None,
     dialect: Dialect | None = None,
 ) -> Engine:
-    """Return the engine that `initialize` makes of the same arguments; raises as it does. ``load``: returns the
-    configuration for a number of data-parallel ranks. ``dialect``: names that checkpoints get for another library.
-    Collective."""
+    """Build an engine: the work of `initialize`, and of packages that answer to another library's names. Arguments and
+    errors are those of `initialize`, but for two. ``load``: returns the configuration, given the number of
+    data-parallel ranks. ``dialect``: the other library's names in checkpoints, None for none. Collective."""
     set_log_levels()
     init(device)
     place = model_parallel(mpu)

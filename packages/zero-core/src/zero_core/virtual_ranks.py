@@ -153,8 +153,8 @@ class VirtualRanks:
                 )
 
     def check_backward(self, step: int, micro: int) -> None:
-        """Raise `UsageError` unless this is the one backward pass after this micro-batch's forward pass of the
-        engine."""
+        """Raise `UsageError` if the backward pass that is about to run is the second of its micro-batch, or if that had
+        no forward pass through the engine."""
         if self._seeded != (step, micro):
             raise UsageError(
                 f"{_KEY}: backward without a forward pass through the engine for this micro-batch. Call engine(batch), "

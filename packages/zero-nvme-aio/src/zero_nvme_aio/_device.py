@@ -104,7 +104,8 @@ class DeviceTransfers:
         there; return the request.
 
         The transfer follows the work that is enqueued on the caller's current stream now. Raises InvalidBufferError for
-        a strided tensor or with `checksum`, InvalidOffsetError; the request raises later errors.
+        a tensor that is not contiguous and for `checksum`, which is not computed on accelerators, and
+        InvalidOffsetError as `require_offset` does; errors of the transfer are raised by the request.
         """
         if checksum:
             raise InvalidBufferError("no checksum is computed for accelerator tensors; copy to host memory first")

@@ -74,8 +74,8 @@ class SafetensorsSource:
         return ()
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with a tensor's elements from flat element `offset` on. Raises MismatchError when the tensor has
-        fewer, and DamagedError."""
+        """Fill `out` with elements of tensor `name` from flat element `offset` on. Raises MismatchError if the tensor
+        ends before `out` is full, and DamagedError if the file does."""
         place = self._tensors[name, kind]
         view = memoryview(out).cast("B")
         begin = place.begin + offset * ITEMSIZE[place.dtype]

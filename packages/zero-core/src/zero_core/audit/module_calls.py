@@ -363,7 +363,7 @@ class CallRecorder:
     def __init__(
         self, candidates: Mapping[int, AuditedUnit], order: Sequence[int], device: torch.device, max_kept: int = 4
     ) -> None:
-        self.modules = {unit: ModuleRecorder(candidates[unit], device, self._should_keep) for unit in order}
+        self.modules = {unit: ModuleRecorder(candidates[unit], device, self._make_room) for unit in order}
         self._turns = {id(recorder): turn for turn, recorder in enumerate(self.modules.values())}
         self._max_kept = max_kept
 
@@ -375,9 +375,9 @@ class CallRecorder:
                 stack.enter_context(recorder.forward())
             yield
 
-    def _should_keep(self, asking: ModuleRecorder) -> bool:
-        """Return whether the call of ``asking`` is to be kept. If as many calls as allowed are kept, the least wanted
-        of them is dropped for one that is more wanted."""
+    def _make_room(self, asking: ModuleRecorder) -> bool:
+        """Return whether the call that ``asking`` is recording may be kept. If as many calls as allowed are kept, drop
+        the least wanted of them for one that is more wanted."""
         kept = [recorder for recorder in self.modules.values() if recorder.call is not None]
         if len(kept) < self._max_kept:
             return True

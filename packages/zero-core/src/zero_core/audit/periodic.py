@@ -153,9 +153,9 @@ class PeriodicAuditor:
         return list(dict.fromkeys([*turns[first:], *turns[:first], *self._candidates]))
 
     def _choose(self, loss: torch.Tensor) -> Recomputation | None:
-        """Return the recomputation of the first unit in `_order` whose recorded call every rank can repeat after
-        backward of ``loss``; None if there is none. Adds units that were refused to those passed over. Collective if
-        any unit can be audited."""
+        """Return the recomputation of the first unit in `_order` whose forward call of this micro-batch every
+        rank can repeat after backward of ``loss``; None if there is none. Later audits pass over units whose call some
+        rank can never repeat. Collective if any unit can be audited."""
         if not self._candidates:
             return None
         calls, found = self._calls, {} if self._calls is None else repeatable(self._calls, loss, self._state)

@@ -71,8 +71,9 @@ def replicated_parameters(state: TrainingState, named: Mapping[str, nn.Parameter
 
 
 def restructured(state: TrainingState, now: Mapping[str, nn.Parameter]) -> str:
-    """Return text on the first parameter of the engine that the model has renamed, replaced by another object, or
-    parametrized since; empty if there is none. Removed parameters do not count."""
+    """Return text, for an error, on the first parameter of the engine that user code has renamed in the model, replaced
+    by another object or parametrized since initialize; empty if there is none. ``now``: the model's parameters by name.
+    Removed parameters do not count."""
     called = {id(parameter): name for name, parameter in now.items()}
     for unit in state.partition.units:
         for name, parameter in zip(unit.names, unit.parameters, strict=True):

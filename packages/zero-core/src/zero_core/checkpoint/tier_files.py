@@ -46,8 +46,8 @@ class TierFiles:
         return self._remembered(store.seal(durable=self._durable, flush=False))
 
     def seal_states(self) -> Sealed | None:
-        """Seal and return the files of optimizer states; None if the checkpoint cannot link to them. Raises
-        `BudgetError` if the drive has no room for the files that are then written instead."""
+        """Make the files of optimizer states read-only and return them; None if a checkpoint cannot link to them. Later
+        steps write new files: raises `BudgetError` if the drive has no room for those."""
         update = self._update()
         if update is None:
             return None

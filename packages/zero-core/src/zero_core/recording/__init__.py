@@ -48,8 +48,8 @@ def open_record(config: Config, device: torch.device) -> RunRecord | None:
 
 
 def report_of(config: Config, instruments: Instruments) -> Report:
-    """Return the report on the run so far, from its record, to which ``instruments`` write first. Raises `UsageError`
-    without one."""
+    """Return the report on the run so far, made from the record in the folder that ``config`` names, after
+    ``instruments`` have written what they still hold. Raises `UsageError` if the run keeps no record."""
     folder = record_folder(config)
     if folder is None:
         raise UsageError(

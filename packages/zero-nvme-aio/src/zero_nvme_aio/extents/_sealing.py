@@ -104,9 +104,11 @@ def seal_files(
     """Complete the checksums, write the headers and make the files of the open generation read-only; return the index,
     which is not written yet.
 
-    `allocator`: knows where each file ends. `pieces`: the ranges that are current in this generation; those without a
-    checksum get one. `declared`: (bytes, dtype) by name. `reserved`: bytes free for a header at the start of each file.
-    The kind is "safetensors" if all names were declared and the headers fit, else "raw". Raises the engine's errors.
+    `folders`: name the files in the index. `allocator`: knows where each file ends. `pieces`: the ranges that hold the
+    latest bytes of their names in this generation; those without a checksum get one. `declared`: (bytes, dtype) of each
+    name that was declared. `reserved`: bytes free for a header at the start of each file. The index's kind is
+    "safetensors" if all names were declared and the headers fit, else "raw". Raises AioError if reading
+    or writing fails.
     """
     for stripe in files.spoiled:  # what was allocated last may not have been written
         own = [piece.file_offset + piece.nbytes for piece in pieces if piece.stripe == stripe]

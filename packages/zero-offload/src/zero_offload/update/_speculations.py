@@ -135,7 +135,9 @@ class Speculations:
         return False
 
     def commit(self, shard: str) -> None:
-        """Make the computed states of a shard, which `validate` has found right, those of its tier; count its step."""
+        """Replace a shard's states in its tier by those computed ahead of the step, and add 1 to its fragments' steps.
+        Only for a shard that `validate` has accepted.
+        """
         self._journal.commit(shard)
         count_step(self._fragments[shard])
         self._rate.committed += 1

@@ -66,7 +66,8 @@ class OneBitOptimizer(ClosureOptimizer):
         return {} if self._feedback is None else {name: getattr(self._feedback, name) for name in _ERRORS}
 
     def rank_state_numels(self) -> dict[str, int]:
-        """Return the number of elements of each tensor that `rank_state` returns, by name, after the first average."""
+        """Return, by name, the number of elements of each tensor of error feedback that `rank_state` returns once there
+        was a compressed average; known before it, so that a checkpoint can be planned."""
         ranks = self._group.world_size
         size = FeedbackAverage.slice_numel(sum(p.numel() for _, p in self._parameters()), ranks)
         return dict(zip(_ERRORS, (ranks * size, size), strict=True))

@@ -138,8 +138,8 @@ class _LocalSteps:
         self._moved = torch.zeros_like(self.start)
 
     def add(self, group: dict[str, Any], momentum: torch.Tensor, first: float) -> None:
-        """Count a step along ``momentum``; ``group`` has its learning rate and decay, ``first`` is the bias correction,
-        by which the rate is divided.
+        """Add a local step along ``momentum`` that the caller has taken. ``group`` has its learning rate and
+        weight decay; ``first``, the bias correction of the first moment, divides the rate.
         """
         rate = group["lr"] / first
         self.rate += rate
